@@ -1,0 +1,122 @@
+"""Evaluation: what a policy does on tasks, verified by the domain and counted strictly.
+
+    python eval.py run --model RUN/model --env mini:telecom,mini:retail        held-out tasks, a line for each domain
+
+pass@1 is the share of dialogues with reward exactly 1 among all that were begun: every ending but the user's own is a
+failure, and one that is void (its user or world failed, after retries) is counted as not passed and named as missing.
+Beside it stands the do-nothing rate, the pass@1 of an agent that never acts. A checkpoint of ours carries the ids of
+the tasks that it was trained on; tasks that it has not seen are also counted apart.
+"""
+
+import argparse
+import sys
+from collections import Counter
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+
+from env import EnvError, Task, load_tasks, make_env
+from faca import REACTION
+from rollout import Caps, Chat, Rollout, play_groups, save_rollouts, summary
+from sampler import PolicyError, Sampler, load_policy, note_of
+
+LABELS = (*REACTION, "invalid")
+STREAM = (0, -2)  # (seed, step) of evaluation: every model meets the same users, and no training step has this key
+
+
+def figures(records: list[Rollout]) -> dict[str, float]:
+    """rollout.summary of the records, pass@1 of each domain, and the share of each strategy among the user turns."""
+    labels = Counter(z for r in records if not r.void for z in r.strategies if z is not None)
+    return (summary(records) | {f"pass@1/{domain}": pass_at_1(rows) for domain, rows in by_domain(records).items()}
+            | {f"share/{label}": labels[label] / max(labels.total(), 1) for label in LABELS})
+
+
+def pass_at_1(records: list[Rollout]) -> float:
+    """Share with reward exactly 1 among all, the void ones in the denominator; NaN for none."""
+    return sum(r.reward == 1.0 and not r.void for r in records) / len(records) if records else float("nan")
+
+
+def by_domain(records: list[Rollout]) -> dict[str, list[Rollout]]:
+    return {domain: [r for r in records if r.domain == domain] for domain in sorted({r.domain for r in records})}
+
+
+def do_nothing_rate(tasks: list[Task]) -> float:
+    """pass@1 of an agent that says and does nothing, were the user to end the dialogue: the reward's floor."""
+    return sum(make_env(task).reward([]) for task in tasks) / len(tasks)
+
+
+def table(columns: dict[str, dict[str, float]]) -> str:
+    """Figures side by side: pass@1 by domain, strategies as shares of user turns, stops as shares of dialogues."""
+    keys = sorted({key for figure in columns.values() for key in figure})
+    rows = [(key, "{:.3f}", [f.get(key, 0.0) for f in columns.values()]) for key in keys if key.startswith("pass@1/")]
+    rows += [(label, "{:.1%}", [f[f"share/{label}"] for f in columns.values()]) for label in LABELS]
+    rows += [(key, "{:.1%}", [f.get(key, 0) / f["rollouts"] for f in columns.values()])
+             for key in keys if key.startswith("stop/")]
+    lines = [f"{'held-out':26}" + "".join(f"{name:>14}" for name in columns)]
+    lines += [f"{title:26}" + "".join(f"{form.format(v):>14}" for v in values) for title, form, values in rows]
+    return "\n".join(lines)
+
+
+# -------------------------------------------------------------------------------------------------------------- run
+
+
+def run(options: argparse.Namespace) -> None:
+    tasks = load_tasks(options.env, "test")
+    tokenizer, _, model = load_policy(options.model, 0, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    note, chat = note_of(options.model), Chat(tokenizer)
+    caps = Caps(**note["caps"]) if note else Caps()
+    temperature = 0.0 if options.greedy else note.get("temperature", 1.0)
+    banned = range(len(tokenizer), model.config.vocab_size)
+    sampler = Sampler(model, chat.end_ids, banned, temperature, kv_tokens=max(2**16, 2 * caps.context))
+    with tqdm(total=len(tasks) * options.trials, desc="dialogues") as bar:
+        records, _ = play_groups(list(enumerate(tasks)), options.trials, (options.seed, STREAM[1]), sampler, chat, caps,
+                                 done=lambda record: bar.update())
+    if options.out:
+        save_rollouts(Path(options.out), records)
+    seen = set(note.get("trained_on", ()))
+    print(f"{'':24}{'tasks':>7}{'trials':>7}{'pass@1':>8}{'unseen':>8}{'do-nothing':>12}{'missing':>9}")
+    for domain, rows in by_domain(records).items():
+        mine = [task for task in tasks if task.domain == domain]
+        unseen = pass_at_1([r for r in rows if r.task not in seen])
+        print(f"{domain:24}{len(mine):7}{options.trials:7}{pass_at_1(rows):8.3f}{unseen:8.3f}"
+              f"{do_nothing_rate(mine):12.3f}{sum(r.void for r in rows):9}")
+    print("\n" + table({"all": figures(records)}))
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = lambda message: fail(message)
+    command = parser.add_subparsers(dest="command", required=True, metavar="run").add_parser(
+        "run", help="dialogues of a model on tasks, and its pass@1")
+    command.error = parser.error
+    command.add_argument("--model", required=True, help="a run's model/ (or sft/), or a Hugging Face folder or id")
+    command.add_argument("--env", default="mini:telecom",
+                         help="DOMAIN[/SPLIT], several with commas; the test split if none is named [%(default)s]")
+    command.add_argument("--trials", type=int, default=1, help="dialogues a task [%(default)s]")
+    command.add_argument("--seed", type=int, default=STREAM[0], help="of users and sampling [%(default)s]")
+    command.add_argument("--greedy", action="store_true", help="the likeliest token, not a sampled one")
+    command.add_argument("--out", help="a new file for the dialogues (JSONL; python rollout.py shows it)")
+    options = parser.parse_args(argv)
+    if options.trials < 1:
+        fail(f"--trials must be at least 1, is {options.trials}")
+    if options.out and Path(options.out).exists():
+        fail(f"--out {options.out} exists already; name a new file")
+    return options
+
+
+def fail(message: str) -> None:
+    print(f"eval.py: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    try:
+        run(parse(sys.argv[1:]))
+    except (EnvError, PolicyError) as error:
+        fail(str(error))
+
+
+if __name__ == "__main__":
+    main()

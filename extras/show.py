@@ -1,0 +1,98 @@
+"""`python rollout.py FILE.jsonl [INDEX]`: one saved rollout in the terminal.
+
+Agent text stands in the colour of its segment's advantage (green above 0, red below, plain at 0), split into its
+outcome and process part; the user's private strategy stands beside each turn; whatever is masked in training is grey.
+Colours are left out where the output is no terminal (FORCE_COLOR=1 keeps them, NO_COLOR=1 drops them).
+"""
+
+import argparse
+import json
+import os
+import sys
+
+from rollout import Rollout, RolloutFileError, load_rollouts
+
+GREY, GREEN, RED, BOLD, END = "\033[90m", "\033[32m", "\033[31m", "\033[1m", "\033[0m"
+
+
+def colours_wanted() -> bool:
+    return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
+
+
+def paint(text: str, colour: str) -> str:
+    """Every line for itself, so that a pager keeps the colour."""
+    return "\n".join(f"{colour}{line}{END}" for line in text.split("\n")) if colour and colours_wanted() else text
+
+
+def show(record: Rollout) -> str:
+    """The dialogue as text."""
+    trained = sum(s >= 0 for s in record.segment)
+    lines = [paint(f"{record.task}  group {record.group}  rollout {record.k}  seed {record.seed}", BOLD),
+             f"reward {record.reward:g}  stop {record.stop}  outcome advantage {record.outcome_advantage:+.3f}  "
+             f"{trained} of {len(record.tokens)} tokens trained  errors {record.errors or 'none'}", ""]
+    turn, shown = 0, -1
+    for message in record.messages:
+        role, text = message["role"], message["content"]
+        if role == "assistant":
+            q = message["segment"]
+            if q != shown:
+                lines.append(segment_line(record, q))
+                shown = q
+            lines.append(paint(agent_text(message), colour_of(record, q)))
+        elif role == "user":
+            lines += [paint(f"  {line}", GREY) for line in device_lines(record, turn)]
+            label = next((p["strategy"] for p in record.private if p["turn"] == turn and "strategy" in p), "")
+            lines.append(paint(f"user      {text}", GREY) + f"   [{label}]")
+            turn += 1
+        else:
+            lines.append(paint(f"{role:10}{text}", GREY))
+    return "\n".join(lines)
+
+
+def segment_line(record: Rollout, q: int) -> str:
+    strategy = record.strategies[q] or "no user turn followed"
+    if not record.advantage:
+        return f"-- segment {q}: {strategy}"
+    total, outcome = record.advantage[q], record.outcome_advantage
+    parts = f"outcome {outcome:+.3f} + process {total - outcome:+.3f}"
+    return f"-- segment {q}: advantage {total:+.3f} = {parts}   <- {strategy}"
+
+
+def colour_of(record: Rollout, q: int) -> str:
+    value = record.advantage[q] if record.advantage else 0.0
+    return GREEN if value > 0 else RED if value < 0 else ""
+
+
+def agent_text(message: dict) -> str:
+    parts = [message["content"]] if message["content"] else []
+    for call in message.get("tool_calls", []):
+        f = call.get("function")
+        parts.append(f"{f['name']}({json.dumps(f['arguments'])})" if f else f"[{call['malformed']}]")
+    return "agent     " + "\n          ".join(parts or ["[nothing]"]) + ("  [cut]" if message.get("cut") else "")
+
+
+def device_lines(record: Rollout, turn: int) -> list[str]:
+    """The user's own tool calls before a turn, which no agent sees."""
+    return [f"(private) {p['tool']}({json.dumps(p['arguments'])}) -> {p['result']}"
+            for p in record.private if p["turn"] == turn and "tool" in p]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="rollout.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.error = fail
+    parser.add_argument("file", help="a file of a run's rollouts/")
+    parser.add_argument("index", type=int, nargs="?", default=0, help="which of its rollouts, from 0 [%(default)s]")
+    options = parser.parse_args()
+    try:
+        records = load_rollouts(options.file)
+    except RolloutFileError as error:
+        fail(str(error))
+    if not 0 <= options.index < len(records):
+        fail(f"{options.file} has rollouts 0 to {len(records) - 1}, not {options.index}")
+    print(show(records[options.index]))
+
+
+def fail(message: str) -> None:
+    print(f"rollout.py: {message}", file=sys.stderr)
+    sys.exit(2)
