@@ -22,7 +22,6 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,14 +31,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from tqdm import tqdm
 
 import faca
-from env import EnvError, Task, load_tasks
+from env import Task, load_tasks
 from eval import STREAM, figures, table
 from rollout import (Caps, Chat, Rollout, credit_tensors, micro_batches, play_groups, save_rollouts, stream_seed,
                      summary, token_tensors)
-from sampler import PolicyError, Sampler, find_policy, load_policy, note_of, save_policy, score
-
-CONTROLS = ("none", "shifted", "randomized")
-
+from sampler import Sampler, find_policy, load_policy, note_of, save_policy, score
 
 class UsageError(ValueError):
     """The user's mistake, in one line that says what to do. Exit code 2."""
@@ -90,9 +86,6 @@ class Config:
     eval_trials: int = option(2, 1, "sampled dialogues a held-out task")
 
 
-# ----------------------------------------------------------------------------------------------------- the options
-
-
 def parse_config(argv: list[str]) -> Config:
     """Flags -> the resolved options. Raises UsageError, or exits with the help."""
     class Parser(argparse.ArgumentParser):
@@ -113,8 +106,8 @@ def parse_config(argv: list[str]) -> Config:
             raise UsageError("--method grpo is outcome-only: it takes neither --lam nor --control")
         config = dataclasses.replace(config, lam=0.0)
     if not config.out:
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-s{config.seed}"
-        config = dataclasses.replace(config, out=str(Path("runs") / name))
+        out = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-s{config.seed}"
+        config = dataclasses.replace(config, out=out)
     check_config(config)
     return config
 
@@ -125,7 +118,7 @@ def preset_of(model: str) -> str:
 
 def check_config(config: Config) -> None:
     """Raises UsageError for what can be known to be wrong before any work."""
-    for name, known in (("method", ("sft", "grpo", "faca")), ("control", CONTROLS)):
+    for name, known in (("method", ("sft", "grpo", "faca")), ("control", ("none", "shifted", "randomized"))):
         if getattr(config, name) not in known:
             raise UsageError(f"no {name} '{getattr(config, name)}'; there are: {', '.join(known)}")
     least = {"rollouts": 2, "kv_tokens": config.max_context + 16, "temperature": 1e-3, "clip": 1e-9, "grad_clip": 1e-9}
@@ -191,8 +184,7 @@ class Trainer:
         batches = micro_batches(records, self.config.tokens_per_microbatch)
         passes = int(all_reduce(len(batches), "max"))
         denominator = all_reduce(sum(s >= 0 for r in records for s in r.segment))
-        totals: Counter = Counter()
-        extremes = {"ratio_max": -math.inf, "ratio_min": math.inf}
+        found = []
         for i in range(passes):
             batch = token_tensors(batches[i] if i < len(batches) else [], self.tokenizer.pad_token_id)
             tokens_NT, segment_NT, sampled_NT, advantage_NQ = (x.to(self.device) for x in batch)
@@ -204,19 +196,17 @@ class Trainer:
             loss, stats = objective(logp_NT, old_NT, advantage_NT, mask_NT, denominator)
             (loss * self.world).backward()  # FSDP averages over ranks, the denominator is global already
             gap = (logp_NT.detach() - sampled_NT)[mask_NT].abs()
-            totals.update({"loss": loss.item(), "entropy": entropy.item(), "logprob_gap": gap.sum().item()}
-                          | {name: stats[name].item() for name in ("tokens", "clipped", "k3")})
-            extremes["ratio_max"] = max(extremes["ratio_max"], stats["ratio_max"].item())
-            extremes["ratio_min"] = min(extremes["ratio_min"], stats["ratio_min"].item())
+            found.append({"loss": loss.item(), "entropy": entropy.item(), "logprob_gap": gap.sum().item()}
+                         | {name: value.item() for name, value in stats.items()})
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip).full_tensor().item()
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad()
-        sums = {name: all_reduce(value) for name, value in totals.items()}
-        means = {name: sums[name] / denominator for name in ("clipped", "k3", "entropy", "logprob_gap")}
-        return {"loss": sums["loss"], "grad_norm": norm, "lr": lr, "tokens": int(sums["tokens"])} | means | {
-            name: all_reduce(value, name.removeprefix("ratio_")) for name, value in extremes.items()}
+        every = {name: [row[name] for rank in all_gather(found) for row in rank] for name in found[0]}
+        return {"loss": sum(every["loss"]), "grad_norm": norm, "lr": lr, "tokens": sum(every["tokens"]),
+                "ratio_max": max(every["ratio_max"]), "ratio_min": min(every["ratio_min"])} | {
+            name: sum(every[name]) / denominator for name in ("clipped", "k3", "entropy", "logprob_gap")}
 
     @torch.no_grad()
     def refresh_sampler(self) -> None:
@@ -255,11 +245,10 @@ def negative_log_likelihood(logp_NT, old_logp_NT, advantage_NT, mask_NT, denomin
     return -logp_NT[mask_NT].sum() / denominator, stats
 
 
-def warm_up(trainer: Trainer, run: "Run") -> None:
+def warm_up(trainer: Trainer, tasks: list[Task], run: "Run") -> None:
     """SFT on the expert's dialogues, played by the same loop as rollouts are, and so rendered and masked alike."""
     from extras.tiny import ExpertSampler
     config = trainer.config
-    tasks = load_tasks(domains_of(config.env), "sft")
     dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, -1),
                                ExpertSampler(trainer.chat), trainer.chat, trainer.caps)
     trainer.trained_on |= {task.id for task in tasks}
@@ -315,7 +304,7 @@ def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: "Run")
         return faca.clipped_loss(logp_NT, old_logp_NT, advantage_NT, mask_NT, config.clip, denominator)
 
     trainer.start(config.weight_decay)
-    bar = run.bar(range(config.steps), config.method.upper())
+    bar = run.bar(range(0 if run.stopped() else config.steps), config.method.upper())
     for step in bar:
         began = time.perf_counter()
         prompts = prompts_of(step, tasks, config)
@@ -341,11 +330,6 @@ def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: "Run")
             run.evaluate(trainer, held_out, f"RL step {step + 1}")
         if run.stopped():
             break
-
-
-def domains_of(env: str) -> str:
-    """The domains of an environment's name, without their splits."""
-    return ",".join(sorted({task.domain for task in load_tasks(env, "train")}))
 
 
 def prompts_of(step: int, tasks: list[Task], config: Config) -> list[Task]:
@@ -401,7 +385,7 @@ class Run:
 
     def evaluate(self, trainer: Trainer, tasks: list[Task], name: str) -> None:
         """Sampled dialogues on held-out tasks; users and streams are the same at every evaluation of every arm."""
-        if self.signalled:
+        if self.stopped():
             return
         trials = trainer.config.eval_trials
         with self.bar(range(len(tasks[self.rank::trainer.world]) * trials), f"held-out, {name}") as bar:
@@ -411,48 +395,43 @@ class Run:
         self.log({"phase": "held_out", "at": name} | self.evaluated[name])
 
 
-# ------------------------------------------------------------------------------------------------------------- main
-
-
 def run_all(config: Config) -> None:
     """Everything between the options and the table; collective."""
     trainer = Trainer(config)
     run = Run(config, trainer.rank)
     if trainer.rank == 0:
         print(" ".join(f"{name}={value}" for name, value in asdict(config).items()), file=sys.stderr)
-    tasks, held_out = load_tasks(config.env, "train"), load_tasks(domains_of(config.env), "test")
+    tasks = load_tasks(config.env, "train")
+    domains = ",".join(sorted({task.domain for task in tasks}))
+    held_out = load_tasks(domains, "test")
     run.evaluate(trainer, held_out, "before")
-    try:
-        if config.model == "tiny" or config.method == "sft":
-            warm_up(trainer, run)
-            trainer.save(run.path / ("model" if config.method == "sft" else "sft"))
-            run.evaluate(trainer, held_out, "after SFT")
-        if config.method != "sft" and not run.stopped():
+    if config.model == "tiny" or config.method == "sft":
+        warm_up(trainer, load_tasks(domains, "sft"), run)
+        trainer.save(run.path / ("model" if config.method == "sft" else "sft"))
+        run.evaluate(trainer, held_out, "after SFT")
+    if config.method != "sft":
+        try:
             train(trainer, tasks, held_out, run)
-            run.evaluate(trainer, held_out, "after RL")
-    finally:
-        if config.method != "sft":
+        except RunStopped:  # on all ranks alike; after any other exception they may not meet to save
             trainer.save(run.path / "model")
+            raise
+        trainer.save(run.path / "model")
+        run.evaluate(trainer, held_out, "after RL")
     if trainer.rank == 0:
         stopped = f"stopped early, after {len(run.rows)} rows of metrics\n" if run.signalled else ""
         print(f"\n{table(run.evaluated)}\n\n{stopped}run folder: {run.path}")
 
 
 def main() -> None:
-    code, message = 0, ""
     try:
         config = parse_config(sys.argv[1:])
         start_processes()
         run_all(config)
-    except (UsageError, PolicyError) as error:
-        code, message = 2, str(error)
-    except RunStopped as error:
-        code, message = 1, str(error)
-    if dist.is_initialized():
         dist.destroy_process_group()
-    if message and os.environ.get("RANK", "0") == "0":
-        print(f"train.py: {message}", file=sys.stderr)
-    sys.exit(code)
+    except (UsageError, RunStopped) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
 
 
 def start_processes() -> None:
