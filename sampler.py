@@ -342,13 +342,13 @@ def find_policy(name: str) -> str:
     """tiny, a folder, a hub id, or a short name for Qwen's (Qwen3-8B). Raises PolicyError before anything is loaded."""
     if name == "tiny" or (Path(name) / "config.json").is_file():
         return name
+    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise PolicyError(f"no model '{name}': there is no config.json in that folder")
     hub_id = f"Qwen/{name}" if name.startswith("Qwen") and "/" not in name else name
     try:
-        if Path(name).exists():
-            raise OSError("the folder holds no config.json")
         AutoConfig.from_pretrained(hub_id)
     except (OSError, ValueError) as error:
-        raise PolicyError(f"no model '{name}': neither tiny, nor a Hugging Face folder, nor an id that can be had "
+        raise PolicyError(f"no model '{name}': neither tiny, nor a Hugging Face folder, nor an id that the hub gives "
                           f"({str(error).splitlines()[0][:120]})") from None
     return hub_id
 

@@ -21,7 +21,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from env import DOMAINS, NUMBERS, Retail, Telecom
+from env import DOMAINS, Retail, Telecom
 from rollout import Caps, Chat, play_groups
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -140,7 +140,9 @@ class ExpertSampler:
         return ExpertSample(tokens, [0.0] * len(tokens))
 
 
-def call(name: str, **arguments: str) -> str:
+def call(rng: random.Random, name: str, **arguments: str) -> str:
+    """A tool call; now and then of a tool that isn't there, so that the model sees errors and how to go on from them."""
+    name = name if rng.random() < 0.97 else "look_up"
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -148,11 +150,6 @@ def result_in(text: str) -> dict:
     """The last tool result of a turn; {} if there is none, or it is an error."""
     body = text.rpartition("<tool_response>\n")[2].partition("\n</tool_response>")[0]
     return json.loads(body) if body.startswith("{") else {}
-
-
-def typed(number: str, rng: random.Random) -> str:
-    """The number, mistyped now and then, so that the model sees errors of tools and how to go on from them."""
-    return number if rng.random() < 0.95 else rng.choice(NUMBERS)
 
 
 # sign of the status bar -> (how often the expert is right, the fault it mends instead)
@@ -184,7 +181,7 @@ def telecom_expert(turns: list[tuple[str, str]], rng: random.Random) -> str:
             return CHECK
         right, instead = FIELDS[wrong[0]] if wrong else (1.0, "")
         tool = Telecom.ACCOUNT[wrong[0]][2] if wrong else "get_line"
-        return call(tool if rng.random() < right else instead, phone=typed(number, rng))
+        return call(rng, tool if rng.random() < right else instead, phone=number)
     for fault, (sign, _) in Telecom.FAULTS.items():
         if sign in last:
             right, instead = SIGNS[fault]
@@ -192,7 +189,7 @@ def telecom_expert(turns: list[tuple[str, str]], rng: random.Random) -> str:
             return f"Please {step}."
     if number is None:
         return "What is your phone number?" if rng.random() < 0.9 else CHECK
-    return call("get_line", phone=typed(number, rng)) if rng.random() < 0.95 else CHECK
+    return call(rng, "get_line", phone=number) if rng.random() < 0.95 else CHECK
 
 
 # how often the expert sees that the policy forbids what the customer wants, by the reason; else it does it all the same
@@ -209,7 +206,7 @@ def retail_expert(turns: list[tuple[str, str]], rng: random.Random) -> str:
     if order is None:
         return "What is the order number?"
     if looked_up is None:
-        return call("get_order", order=typed(order, rng))
+        return call(rng, "get_order", order=order)
     found = result_in(last)
     if "done" in found:
         if found["done"].startswith("refused"):
@@ -219,15 +216,15 @@ def retail_expert(turns: list[tuple[str, str]], rng: random.Random) -> str:
     state = "pending" if looked_up["status"] == "pending" else "fresh" if looked_up["days"] <= 30 else "old"
     reason = Retail.RULES[want].get(state, "already delivered")
     if reason and "status" in found and rng.random() < REASONS[reason]:
-        return call("refuse", order=typed(order, rng), reason=reason)
+        return call(rng, "refuse", order=order, reason=reason)
     if want == "return":
-        return call("return_order", order=typed(order, rng))
+        return call(rng, "return_order", order=order)
     if want == "exchange":
         size = next((s for s in Retail.SIZES if s in answers.lower()), None)
-        return call("exchange_order", order=typed(order, rng), size=size) if size else "Which size do you want?"
+        return call(rng, "exchange_order", order=order, size=size) if size else "Which size do you want?"
     street = re.search(r"\d [A-Z]\w+ [A-Z]\w+", answers)
     if street:
-        return call("change_address", order=typed(order, rng), address=street[0])
+        return call(rng, "change_address", order=order, address=street[0])
     return "What is the new address?"
 
 

@@ -1,0 +1,252 @@
+"""train.py and eval.py: the command line, the update on one and two ranks, the two arms' first step, the run folder."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import faca
+import train
+from env import load_tasks
+from rollout import load_rollouts
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SMALL = ("--env", "mini:retail", "--sft-steps", "2", "--sft-dialogues", "1", "--steps", "2", "--prompts", "3",
+         "--rollouts", "3", "--max-messages", "4", "--eval-trials", "1")
+
+
+def run(*arguments, ranks=0, **more):
+    """A real process; ranks > 0 is under torchrun."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    head = torchrun if ranks else [sys.executable]
+    return subprocess.run([*head, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True, timeout=240, **more)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small run of one process, start to end."""
+    out = tmp_path_factory.mktemp("run") / "one"
+    done = run("train.py", *SMALL, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out, done
+
+
+def rows(folder, phase):
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["phase"] == phase]
+
+
+# ----------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("arguments, named", [
+    (["--model", "./nowhere/model"], "nowhere/model"), (["--env", "mini:banking"], "mini:banking"),
+    (["--env", "mini:telecom/dev"], "dev"), (["--env", "mini:telecom,mini:telecom"], "twice"),
+    (["--method", "ppo"], "ppo"), (["--control", "reversed"], "reversed"), (["--lam", "0.6"], "0.6"),
+    (["--lam", "nan"], "nan"), (["--rollouts", "1"], "--rollouts"), (["--steps", "-1"], "--steps"),
+    (["--prompts", "65"], "64"), (["--lr", "inf"], "--lr"), (["--method", "grpo", "--lam", "0.5"], "grpo"),
+    (["--method", "grpo", "--control", "shifted"], "grpo"), (["--steps", "many"], "many"), (["--nonsense"], "nonsense"),
+])
+def test_the_users_mistake_is_one_line_and_exit_code_2(arguments, named, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        train.main()
+    printed = capsys.readouterr()
+    assert exit_.value.code == 2 and named in printed.err and printed.out == ""
+    assert printed.err.count("\n") == 1
+
+
+def test_a_mistake_under_torchrun_is_said_once_by_rank_0():
+    done = run("train.py", "--lam", "0.6", ranks=2)
+    assert done.returncode != 0 and done.stderr.count("train.py: lambda must be") == 1
+
+
+def test_a_folder_that_holds_another_run_is_refused_and_left_alone(folder):
+    before = (folder[0] / "metrics.jsonl").read_bytes()
+    done = run("train.py", *SMALL, "--out", folder[0])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(folder[0]) in done.stderr
+    assert (folder[0] / "metrics.jsonl").read_bytes() == before
+
+
+@pytest.mark.parametrize("arguments, named", [
+    (["run", "--model", "./nowhere/model"], "nowhere/model"), (["run", "--model", "tiny", "--env", "mini:x"], "mini:x"),
+    (["run", "--model", "tiny", "--trials", "0"], "--trials"), (["run"], "--model"), (["walk"], "walk"), ([], "run")])
+def test_eval_names_the_users_mistake_in_one_line(arguments, named, monkeypatch, capsys):
+    import eval as evaluation
+    monkeypatch.setattr(sys, "argv", ["eval.py", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        evaluation.main()
+    printed = capsys.readouterr().err
+    assert exit_.value.code == 2 and named in printed and printed.count("\n") == 1
+
+
+# ------------------------------------------------------------------------------------------------------- options
+
+
+def test_every_option_is_a_flag_resolved_by_the_model_and_overridden_by_hand(folder):
+    tiny, paper = train.parse_config([]), train.parse_config(["--model", str(folder[0] / "model")])
+    assert (tiny.rollouts, tiny.prompts, tiny.lam, tiny.model) == (4, 8, 0.5, "tiny")
+    assert paper.rollouts == 4  # a checkpoint knows its preset
+    assert train.parse_config(["--rollouts", "6"]).rollouts == 6
+    assert train.parse_config(["--method", "grpo"]).lam == 0.0
+    assert all(f.metadata["help"] for f in dataclasses.fields(train.Config))
+
+
+def test_prompts_of_an_epoch_are_all_tasks_once_and_the_next_epoch_is_in_another_order():
+    tasks, config = load_tasks("mini:telecom", "train"), train.parse_config(["--prompts", "24"])
+    stream = [task.id for step in range(16) for task in train.prompts_of(step, tasks, config)]  # 6 epochs of 64
+    epochs = [stream[i:i + 64] for i in range(0, len(stream), 64)]
+    assert all(sorted(epoch) == sorted(task.id for task in tasks) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == len(epochs) == 6
+    other = train.parse_config(["--prompts", "24", "--seed", "1"])
+    assert [t.id for t in train.prompts_of(0, tasks, other)] != stream[:24]
+
+
+# ----------------------------------------------------------------------------------------------------- a whole run
+
+
+def test_a_run_leaves_options_metrics_rollouts_and_a_model_that_plain_transformers_loads(folder):
+    out, done = folder
+    config = json.loads((out / "config.json").read_text())
+    assert config["env"] == "mini:retail" and set(config) == {f.name for f in dataclasses.fields(train.Config)}
+    assert [row["step"] for row in rows(out, "rl")] == [0, 1] and len(rows(out, "sft")) == 2
+    assert [row["at"] for row in rows(out, "held_out")] == ["before", "after SFT", "after RL"]
+    assert "pass@1/mini:retail" in done.stdout and f"run folder: {out}" in done.stdout
+    tokenizer, model = AutoTokenizer.from_pretrained(out / "model"), AutoModelForCausalLM.from_pretrained(out / "model")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], return_tensors="pt", return_dict=False)
+    assert model(ids).logits.isfinite().all()
+    note = json.loads((out / "model" / "faca.json").read_text())
+    trained = {r.task for step in range(2) for r in load_rollouts(out / f"rollouts/step-0000{step}.jsonl")}
+    assert trained <= set(note["trained_on"]) and not any("/test/" in task for task in note["trained_on"])
+
+
+def test_the_ratio_of_the_first_update_is_1(folder):
+    for row in rows(folder[0], "rl"):
+        if row["signal"]:
+            assert row["logprob_gap"] < 1e-5 and abs(row["ratio_max"] - 1) < 1e-4 and abs(row["ratio_min"] - 1) < 1e-4
+
+
+def test_saved_rollouts_hold_the_credit_that_faca_gives(folder):
+    records = load_rollouts(folder[0] / "rollouts" / "step-00001.jsonl")
+    assert len(records) == 9 and [(r.group, r.k) for r in records] == [(g, k) for g in range(3) for k in range(3)]
+    width = max(len(r.strategies) for r in records)
+    reaction = torch.tensor([[faca.reaction_of(z) for z in r.strategies + [None] * (width - len(r.strategies))]
+                             for r in records])
+    observed = torch.tensor([[z is not None for z in r.strategies + [None] * (width - len(r.strategies))]
+                             for r in records])
+    expected = faca.faca_advantage(torch.tensor([r.reward for r in records]), reaction, observed,
+                                   torch.tensor([r.group for r in records]), 0.5)
+    for record, row in zip(records, expected.tolist(), strict=True):
+        assert record.advantage == pytest.approx(row[:len(record.strategies)], abs=1e-6)
+
+
+def test_both_arms_begin_with_the_same_rollouts_token_for_token_and_differ_in_the_advantage(folder, tmp_path):
+    for arm in ("faca", "grpo"):
+        done = run("train.py", "--method", arm, "--model", folder[0] / "sft", *SMALL, "--steps", "1", "--out",
+                   tmp_path / arm)
+        assert done.returncode == 0, done.stderr
+    faca_arm, grpo_arm = ([dataclasses.asdict(r) for r in load_rollouts(tmp_path / arm / "rollouts/step-00000.jsonl")]
+                          for arm in ("faca", "grpo"))
+    for a, b in zip(faca_arm, grpo_arm, strict=True):
+        assert {**a, "advantage": 0} == {**b, "advantage": 0}
+        assert b["advantage"] == [b["outcome_advantage"]] * len(b["strategies"])
+    assert any(a["advantage"] != b["advantage"] for a, b in zip(faca_arm, grpo_arm, strict=True))
+
+
+def test_two_ranks_train_as_one(folder, tmp_path):
+    """3 groups on 2 ranks: uneven shares, and different numbers of forward passes."""
+    done = run("train.py", *SMALL, "--out", tmp_path / "two", ranks=2)
+    assert done.returncode == 0, done.stderr
+    for one, two in zip(rows(folder[0], "rl"), rows(tmp_path / "two", "rl"), strict=True):
+        assert one["success"] == two["success"] and one["segments"] == two["segments"]
+        assert two["loss"] == pytest.approx(one["loss"], abs=1e-6)
+        assert two["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    first, second = (load_rollouts(path / "rollouts" / "step-00000.jsonl") for path in (folder[0], tmp_path / "two"))
+    assert [r.tokens for r in first] == [r.tokens for r in second]
+    assert [r.advantage for r in first] == [r.advantage for r in second]
+
+
+def test_ctrl_c_ends_a_run_with_what_is_done_saved(tmp_path):
+    command = [sys.executable, "train.py", *SMALL, "--steps", "500", "--out", str(tmp_path / "cut")]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    first = tmp_path / "cut" / "rollouts" / "step-00000.jsonl"
+    deadline = time.monotonic() + 120
+    while not first.exists() and time.monotonic() < deadline:
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in stderr
+    assert (tmp_path / "cut" / "model" / "model.safetensors").exists() and "stopped early" in stdout
+    assert len(rows(tmp_path / "cut", "rl")) == len(list((tmp_path / "cut" / "rollouts").iterdir()))
+
+
+def test_eval_counts_the_checkpoint_on_seen_and_unseen_tasks(folder, tmp_path):
+    done = run("eval.py", "run", "--model", folder[0] / "model", "--env", "mini:retail/train,mini:retail/test", "--out",
+               tmp_path / "r.jsonl")
+    assert done.returncode == 0, done.stderr
+    line = next(line.split() for line in done.stdout.splitlines() if line.startswith("mini:retail"))
+    records = load_rollouts(tmp_path / "r.jsonl")
+    seen = set(json.loads((folder[0] / "model" / "faca.json").read_text())["trained_on"])
+    unseen = [r.reward for r in records if r.task not in seen]
+    assert line[1:3] == ["160", "1"] and 64 + 96 == len(records)
+    assert float(line[3]) == pytest.approx(sum(r.reward for r in records) / 160, abs=1e-3)
+    assert float(line[4]) == pytest.approx(sum(unseen) / len(unseen), abs=1e-3) and float(line[5]) == 0.0
+
+
+# ---------------------------------------------------------------------------------------------------- the update
+
+
+@pytest.fixture
+def trainer(folder):
+    os.environ.pop("RANK", None)
+    train.start_processes()
+    yield train.Trainer(train.parse_config(["--model", str(folder[0] / "sft"), "--env", "mini:retail"]))
+    dist.destroy_process_group()
+
+
+def objective(logp_NT, old_logp_NT, advantage_NT, mask_NT, denominator):
+    return faca.clipped_loss(logp_NT, old_logp_NT, advantage_NT, mask_NT, 0.2, denominator)
+
+
+def gradients(trainer, records, budget):
+    """Of one update that moves nothing: the gradient as AdamW's first moment holds it, over 1 - beta_1."""
+    trainer.config = dataclasses.replace(trainer.config, tokens_per_microbatch=budget, grad_clip=1e9)
+    trainer.start(0.0)
+    stats = trainer.update(records, 0.0, objective)
+    return stats, [trainer.optimizer.state[p]["exp_avg"].full_tensor() / 0.1 for p in trainer.model.parameters()]
+
+
+def test_a_batch_is_its_micro_batches_and_a_plain_loop_over_tokens(trainer, folder):
+    records = load_rollouts(folder[0] / "rollouts" / "step-00000.jsonl")
+    for i, record in enumerate(records):  # the small run may have given no signal
+        record.advantage = [(-1) ** i * (0.5 + q) for q in range(len(record.strategies))]
+    whole, g_whole = gradients(trainer, records, 10**6)
+    split, g_split = gradients(trainer, records, 1)
+    assert split["loss"] == pytest.approx(whole["loss"], abs=1e-6)
+    for a, b in zip(g_whole, g_split, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
+    tokens = sum(s >= 0 for r in records for s in r.segment)
+    plain = -sum(r.advantage[s] for r in records for s in r.segment if s >= 0) / tokens  # every ratio is 1
+    assert whole["tokens"] == tokens and whole["loss"] == pytest.approx(plain, abs=1e-4)
+
+
+def test_a_step_that_clips_nothing_away_changes_the_weights_and_the_sampler_follows(trainer, folder):
+    records = load_rollouts(folder[0] / "rollouts" / "step-00000.jsonl")
+    for record in records:
+        record.advantage = [1.0] * len(record.strategies)
+    before = trainer.sampler.model.lm_head.weight.clone()
+    trainer.start(0.0)
+    trainer.update(records, 1e-3, objective)
+    trainer.refresh_sampler()
+    assert trainer.sampler.version == 1 and not torch.equal(before, trainer.sampler.model.lm_head.weight)
+    for copy, trained in zip(trainer.sampler.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(copy, trained.full_tensor()) and trained.dtype == torch.float32
