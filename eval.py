@@ -67,8 +67,8 @@ def run(options: argparse.Namespace) -> None:
     note, chat = note_of(options.model), Chat(tokenizer)
     caps = Caps(**note["caps"]) if note else Caps()
     temperature = 0.0 if options.greedy else note.get("temperature", 1.0)
-    banned = range(len(tokenizer), model.config.vocab_size)
-    sampler = Sampler(model, chat.end_ids, banned, temperature, kv_tokens=max(2**16, 2 * caps.context))
+    sampler = Sampler(model, chat.end_ids, chat.banned_ids(model.config.vocab_size), temperature,
+                      kv_tokens=max(2**16, 2 * caps.context))
     with tqdm(total=len(tasks) * options.trials, desc="dialogues") as bar:
         records, _ = play_groups(list(enumerate(tasks)), options.trials, (options.seed, STREAM[1]), sampler, chat, caps,
                                  done=lambda record: bar.update())

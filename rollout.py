@@ -130,6 +130,10 @@ class Chat:
         ends = {self.turn_end, tokenizer.eos_token_id, tokenizer.get_vocab().get("<|endoftext|>")}
         self.end_ids = frozenset(ends - {None})
 
+    def banned_ids(self, rows: int) -> list[int]:
+        """Ids that are neither sampled nor scored: of `rows` embedding rows the unused ones, and padding unless it ends."""
+        return sorted({*range(len(self.tokenizer), rows), self.tokenizer.pad_token_id} - self.end_ids - {None})
+
     def open(self, messages: list[dict], tools: list[dict]) -> list[int]:
         """x: the ids of the first prompt, up to and with the generation prompt."""
         return self._encode(self._render(messages, tools or None))

@@ -105,9 +105,8 @@ def parse_config(argv: list[str]) -> Config:
         if given.get("lam") or config.control != "none":
             raise UsageError("--method grpo is outcome-only: it takes neither --lam nor --control")
         config = dataclasses.replace(config, lam=0.0)
-    if not config.out:
-        out = f"runs/{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-s{config.seed}"
-        config = dataclasses.replace(config, out=out)
+    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-s{config.seed}"
+    config = dataclasses.replace(config, out=config.out or f"runs/{name}")
     check_config(config)
     return config
 
@@ -161,14 +160,14 @@ class Trainer:
         self.model.score = score.__get__(self.model)
         register_fsdp_forward_method(self.model, "score")
         self.chat = Chat(self.tokenizer)
-        self.banned = torch.arange(len(self.tokenizer), self.model.config.vocab_size)
-        self.sampler = Sampler(replica, self.chat.end_ids, self.banned.tolist(), config.temperature, config.kv_tokens)
+        banned = self.chat.banned_ids(self.model.config.vocab_size)
+        self.banned = torch.tensor(banned, dtype=torch.long, device=self.device)
+        self.sampler = Sampler(replica, self.chat.end_ids, banned, config.temperature, config.kv_tokens)
         self.caps = Caps(config.max_messages, config.max_message_tokens, config.max_context, config.max_errors)
         self.optimizer = None
         self.trained_on = set(note_of(config.model).get("trained_on", ()))
 
-    def start(self, weight_decay: float) -> None:
-        """A fresh optimizer, for a phase of its own."""
+    def start(self, weight_decay: float) -> None:  # a fresh optimizer, for a phase of its own
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99), weight_decay=weight_decay)
 
     def roll_out(self, tasks: list[Task], rollouts: int, key: tuple[int, int], done=None) -> tuple[list[Rollout], int]:
@@ -262,7 +261,7 @@ def warm_up(trainer: Trainer, tasks: list[Task], run: "Run") -> None:
         lr = config.sft_lr * min(1, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / config.sft_steps))
         stats = trainer.update(batch[trainer.rank::trainer.world], lr, negative_log_likelihood)
         run.log({"phase": "sft", "step": step} | {name: stats[name] for name in ("loss", "grad_norm", "lr", "tokens")})
-        bar.set_postfix(loss=f"{stats['loss']:.3f}")
+        bar.set_postfix(loss=f"{stats['loss']:.3f}", refresh=False)
         if run.stopped():
             break
     trainer.refresh_sampler()
@@ -325,7 +324,7 @@ def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: "Run")
             "void_retried": int(all_reduce(retried)), "seconds_rollout": rolled - began,
             "seconds_update": time.perf_counter() - rolled})
         recent = [row["success"] for row in run.rows if row["phase"] == "rl"][-8:]
-        bar.set_postfix(success=f"{sum(recent) / len(recent):.2f}")
+        bar.set_postfix(success=f"{sum(recent) / len(recent):.2f}", refresh=False)
         if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
             run.evaluate(trainer, held_out, f"RL step {step + 1}")
         if run.stopped():
@@ -368,7 +367,8 @@ class Run:
         return self.signalled
 
     def bar(self, steps, name: str) -> tqdm:
-        return tqdm(steps, name, disable=self.rank != 0, dynamic_ncols=True)
+        pause = 0.1 if sys.stderr.isatty() else 10  # seconds between two redraws; a log file wants few
+        return tqdm(steps, name, disable=self.rank != 0, dynamic_ncols=True, mininterval=pause)
 
     def log(self, row: dict) -> None:
         self.rows.append(row)

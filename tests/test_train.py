@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -127,6 +128,17 @@ def test_a_run_leaves_options_metrics_rollouts_and_a_model_that_plain_transforme
     note = json.loads((out / "model" / "faca.json").read_text())
     trained = {r.task for step in range(2) for r in load_rollouts(out / f"rollouts/step-0000{step}.jsonl")}
     assert trained <= set(note["trained_on"]) and not any("/test/" in task for task in note["trained_on"])
+
+
+def test_every_metric_of_a_run_is_in_the_readmes_glossary(folder):
+    glossary = (ROOT / "README.md").read_text(encoding="utf-8").split("## Metrics")[1].split("**Why is my loss 0?**")[0]
+    named = set(re.findall(r"`([\w@/]+)`", glossary))
+    families = {key.partition("/")[0] for key in named if "/" in key}
+    keys = {key for phase in ("sft", "rl", "held_out") for row in rows(folder[0], phase) for key in row}
+    assert len(keys) > 40 and {key for key in keys if key not in named and key.partition("/")[0] not in families} == set()
+    first_column = {key for line in glossary.splitlines() if line.startswith("| `")
+                    for key in re.findall(r"`([\w@]+)`", line.split(" | ")[0])}
+    assert first_column <= keys
 
 
 def test_the_ratio_of_the_first_update_is_1(folder):
