@@ -157,14 +157,17 @@ class Env:
 
 def communicated(needed: Iterable[str], said: Iterable[str]) -> bool:
     """Each needed string stands in one of the texts; a number as a number ("10" is not in "100"), words case-blind."""
-    texts = [text.replace(",", "").lower() for text in said]
+    def plain(text: str) -> str:
+        return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text).lower()  # 1,000 is 1000
+
+    texts = [plain(text) for text in said]
 
     def told(want: str) -> bool:
         if re.fullmatch(r"\d+(\.\d+)?", want):
             return any(float(n) == float(want) for text in texts for n in re.findall(r"\d+(?:\.\d+)?", text))
-        return any(want.lower() in text for text in texts)
+        return any(want in text for text in texts)
 
-    return all(told(want) for want in needed)
+    return all(told(plain(want)) for want in needed)
 
 
 # Numbers of lines and orders: three different digits, since a repeated one is hard to copy for a model of two layers.

@@ -39,7 +39,9 @@ class UserTurn:
 
 # Where a reply is no valid JSON, what it was going to say is what a JSON string holds after this key. (The key's name
 # and the fallback are chosen: the paper's Appendix B is not public.)
-SALVAGE = re.compile(r'"utterance"\s*:\s*"((?:[^"\\]|\\.)*)')
+SALVAGE = re.compile(r'"utterance"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
+ESCAPE = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|u[0-9a-fA-F]{0,3}$)?')  # group 1 where JSON knows it
+PRIVATE = re.compile(rf"(?im)^[^\w\n]*(?:strategy\b.*|(?:{'|'.join(REACTION)})[^\w\n]*)$")  # a line naming it
 
 
 def extract_turn(reply: str | None) -> UserTurn | None:
@@ -48,33 +50,26 @@ def extract_turn(reply: str | None) -> UserTurn | None:
     Meant is one JSON object {"strategy": LABEL, "utterance": TEXT, "done": BOOL (false if absent)}, in a code fence or
     amid prose too. A strategy that is unknown, missing or no string is "invalid". A reply that holds no such object is
     "invalid" as a whole, and its visible text is salvaged: the utterance as far as it was written, or, where the reply
-    is not JSON at all, the reply itself.
+    is not JSON at all, the reply itself without a line that names the strategy.
     """
-    reply = re.sub(r"<think>.*?(</think>|$)", "", reply or "", flags=re.DOTALL).strip()
-    start = reply.find("{")
+    reply = re.sub(r"<think>.*?(</think>|$)", "", reply or "", flags=re.DOTALL).rpartition("</think>")[2]
+    start = re.search(r'\{\s*"', reply)
     try:
-        found = json.JSONDecoder().raw_decode(reply, start)[0] if start >= 0 else None
+        found = json.JSONDecoder(strict=False).raw_decode(reply, start.start())[0] if start else None
     except (ValueError, RecursionError):
         found = None
-    if isinstance(found, dict):
-        utterance, strategy = found.get("utterance"), found.get("strategy")
-        text = utterance.strip() if isinstance(utterance, str) else ""
-        known = strategy if isinstance(strategy, str) and strategy in REACTION else "invalid"
-        return UserTurn(text, known, found.get("done") is True) if text else None
-    begun = SALVAGE.search(reply)
-    if begun:
-        text = _unescape(begun[1])
+    strategy, done = "invalid", False
+    if found is not None:
+        text = found.get("utterance")
+        if isinstance(found.get("strategy"), str) and found["strategy"] in REACTION:
+            strategy = found["strategy"]
+        done = found.get("done") is True
+    elif begun := SALVAGE.search(reply):  # with what JSON doesn't know as an escape, or was cut in one, left out
+        text = json.loads(f'"{ESCAPE.sub(lambda m: m[0] if m[1] else "", begun[1])}"', strict=False)
     else:
-        text = reply if start < 0 else reply[:start].strip(" `\n")  # half an object is not for the agent's eyes
-    return UserTurn(text.strip(), "invalid") if text.strip() else None
-
-
-def _unescape(text: str) -> str:
-    """The text of a JSON string that may have been cut off, an unfinished escape at its end left out."""
-    try:
-        return json.loads(f'"{text}"', strict=False)
-    except ValueError:
-        return re.sub(r"\\.?[0-9a-fA-F]{0,4}$", "", text)
+        text = "" if "{" in reply else PRIVATE.sub("", reply)  # half an object is not for the agent's eyes
+    text = text.encode(errors="ignore").decode().strip() if isinstance(text, str) else ""  # half a surrogate goes
+    return UserTurn(text, strategy, done) if text else None
 
 
 # ---------------------------------------------------------------------------------------------------- scripted users
@@ -102,7 +97,7 @@ class ScriptedUser(ABC):
 
     async def reply(self, text: str) -> UserTurn:
         """The user's turn to the agent's visible text; it is awaited, as a model's would be, and does not wait."""
-        strategy, utterance = self.react(" ".join(text.lower().split()))
+        strategy, utterance = self.react(" ".join(text.lower().replace("\u2019", "'").split()))
         self.patience -= REACTION[strategy] < 0
         if self.patience == 0:
             return UserTurn(self.say(*self.GIVE_UP), "change_mind", done=True)
@@ -121,8 +116,18 @@ class ScriptedUser(ABC):
         self.told.add(what)
         return "reveal_piece", self.say(*wordings)
 
-    def agree(self) -> Reaction:
+    def objection(self, text: str) -> Reaction | None:
+        """To a text that has a fact wrong: names another number, size or address than the user's, and not that."""
+        for name, form in self.FORMS:
+            fact, named = self.facts[name] or "", re.findall(rf"\b(?:{form})\b", text)
+            if named and re.fullmatch(form, fact.lower()) and fact.lower() not in named:
+                return "challenge_solution", f"No, {fact}."
+        return None
+
+    def agree(self, text: str) -> Reaction:
         """To "shall I go ahead?": confirmed once, then with a shrug, so that asking is no way to farm credit."""
+        if wrong := self.objection(text):
+            return wrong
         if "agreed" in self.told:
             return "be_vague", self.say("Whatever you think.", "I don't mind.")
         self.told.add("agreed")
@@ -138,69 +143,94 @@ class ScriptedUser(ABC):
 
 
 # Ways of asking, in free text. Each is searched within one sentence of lower-case text.
-ASK = r"(?:what|which|tell|give|provide|share|send|may i|can i|could i|can you|could you|would you|need|confirm|please)"
-OFFER = re.compile(r"\b(?:(?:shall|should|may) i (?!ask|have|know)|(?:do you want|would you like) (?:me|us|to)\b"
-                   r"|do you agree|(?:ok|go ahead|proceed|right|correct)\?)")
-
-
-def asks(text: str, thing: str) -> bool:
-    """A sentence that asks for the thing (a regular expression), or a sentence of the thing with a question mark."""
-    return any(re.search(rf"\b{ASK}\b.*\b(?:{thing})\b", s) or (s.endswith("?") and re.search(rf"\b(?:{thing})\b", s))
-               for s in sentences(text))
+ASK = (r"(?:what|which|tell|give|provide|share|send|enter|state|verify|let me know|may i|can i|could i|can you|"
+       r"could you|would you|need|require|without|once|confirm|please)")
+OFFER = re.compile(r"\b(?:(?:shall|should|may) (?:i|we) (?!(?:\w+ )?(?:ask|have|know|get|see))"
+                   r"|(?:do you want|would you like) (?:me|us|to)\b"
+                   r"|do you agree|are you ready|(?:go ahead|proceed)\b.*\?|(?:ok|okay|alright|right|correct)\?)")
 
 
 def sentences(text: str) -> list[str]:
     return re.findall(r"[^.?!]+[.?!]?", text)
 
 
+def asks(text: str, thing: str) -> bool:
+    """A sentence that asks for the thing (a regular expression), or a sentence of the thing with a question mark."""
+    return any(re.search(rf"\b{ASK}\b.*\b(?:{thing})\b|\b(?:{thing})\b.*(?:\bplease\b|\?$)", s)
+               for s in sentences(text))
+
+
+def offers(text: str) -> bool:
+    """A sentence that asks for a yes to what the agent means to do; "anything else?" and "where should I?" do not."""
+    return any(OFFER.search(s) and not re.search(r"\b(?:else|what|which|where)\b", s) for s in sentences(text))
+
+
 class TelecomUser(ScriptedUser):
     """mini:telecom: looks when asked to, does the one step that it is told to, and says what it then sees."""
 
+    FORMS = (("phone", r"\d{3}"),)
     # fault -> what an instruction to mend it says, whatever its wording: a verb and the thing, in either order
-    VERB = (r"turn|switch|toggle|disabl|enabl|deactivat|activat|disconnect|reset|reseat|remov|reinsert|insert|take|put|"
-            r"set|stop|restor|check that|make sure")
+    VERB = (r"(?:turn|switch|toggl|disabl|enabl|deactivat|activat|disconnect|reset|re-?seat|remov|re-?insert|insert|"
+            r"take|put|set|stop|restor|exit|leave|close|clear|eject|tap|press|check that|make sure)")
     THING = {
         "airplane_mode": r"air ?plane|aeroplane|flight mode",
         "sim_card": r"sim",
         "mobile_data": r"(?:mobile|cellular) data",
         "apn": r"apn|access point",
         "data_saver": r"data[ -]?saver|data saving",
-        "vpn": r"vpn",
+        "vpn": r"vpns?",
     }
-    LOOK = r"status bar|icons?|see|show|shows|screen|symbols?|display"
-    TRY = r"try|test|work|works|working|solved|fixed|resolved|back|connected|speed"
+    # No instruction: what is so or not to be done; what the agent has done, will do or proposes to do.
+    TOLD = re.compile(rf"(?<!\bis )(?<!\bare )(?<!\bwas )(?<!\bnot )(?<!n't )(?<!no need to )\b{VERB}")
+    MINE = re.compile(r"\b(?:(?:shall|should|may) i (?!ask)|(?:want|like) me to |(?:i|me|we(?='ve| have))"
+                      rf"(?:'\w+| (?:have|will|can|could|am|just|now|already|also|to))* {VERB})[^,;:]*")
+    ON = r"\b(?:(?:turn|switch|put)(?:ing)? on|(?:mode|data|saver|vpn|it) on(?! your)|(?:enabl|activat)(?:e|ing))\b"
+    OFF = r"\b(?:(?:turn|switch|put)(?:ing)? off|(?:mode|data|saver|vpn|it) off|(?:disabl|deactivat)(?:e|ing))\b"
+    MENDS = {"airplane_mode": (OFF, ON), "mobile_data": (ON, OFF), "data_saver": (OFF, ON), "vpn": (OFF, ON)}
+    LOOK = r"status bar|icons?|see|shows?|shown|screen|symbols?|display|top of"
+    TRY = r"try|tried|test|works?|working|solved|fixed|resolved|back|connected|speed|restart|reboot|browser?|website"
 
     def opening(self) -> str:
         return self.say("Hi, my phone has no internet.", "Hello, the internet on my phone is dead.",
                         "My phone won't go online.")
 
     def react(self, text: str) -> Reaction:
+        looks = asks(text, self.LOOK) or re.search(rf"\b(?:check|look at) (?:\w+ )*(?:{self.LOOK})\b", text)
         steps = self.steps_in(text)
+        steps = [fault for fault in steps if fault not in self.told] or ([] if looks else steps)  # "thanks for ..."
         if len(steps) == 1:
-            return self.take_step(steps[0])
+            return self.take_step(steps[0], text)
         if len(steps) > 1:
             return "ask_clarification", self.say("One step at a time, please.", "Which step first?")
-        if OFFER.search(text):
-            return self.agree()
-        if asks(text, "number|phone number|line"):
+        if offers(text):
+            return self.agree(text)
+        if asks(text, "number|which (?:phone )?line") and not (looks and "phone" in self.told):
             return self.reveal("phone", f"It is {self.facts['phone']}.", f"My number is {self.facts['phone']}.")
-        if asks(text, self.LOOK):
+        if looks or asks(text, "|".join(self.THING.values())):
             return self.closing() or self.tell_sign()
         if re.search(rf"\b(?:{self.TRY})\b", text):
             return self.closing() or ("challenge_solution", self.say("No, it is still dead.", "It does not work."))
-        return self.unclear()
+        return self.closing() or self.unclear()
 
     def steps_in(self, text: str) -> list[str]:
         """The faults that the text tells to mend. A question about what the user sees is no instruction."""
-        told = [s for s in sentences(text) if re.search(rf"\b(?:{self.VERB})", s)
+        told = [s for s in sentences(self.MINE.sub("", text)) if self.TOLD.search(s)
                 and not (s.endswith("?") and re.match(r" ?(?:is|are|do|does|did|have|has|what|which)\b", s))]
-        return [fault for fault, thing in self.THING.items() if any(re.search(rf"\b(?:{thing})\b", s) for s in told)]
+        if not any(self.things_in(s) for s in told):
+            told = [text] if any(re.search(r"\b(?:it|this|that)\b", s) for s in told) else []  # "Turn it off."
+        return [fault for fault in self.THING if any(fault in self.things_in(s) for s in told)]
 
-    def take_step(self, fault: str) -> Reaction:
-        if not self.act("do_step", fault=fault)["changed"]:
+    def things_in(self, text: str) -> list[str]:
+        return [fault for fault, thing in self.THING.items() if re.search(rf"\b(?:{thing})\b", text)]
+
+    def take_step(self, fault: str, text: str) -> Reaction:
+        right, wrong = self.MENDS.get(fault, ("", "(?!)"))
+        backwards = re.search(wrong, text) and not re.search(right, text)
+        if backwards or not self.act("do_step", fault=fault)["changed"]:
             sign = self.sign()
             words = self.say("That changed nothing, still {}.", "It did not help, I see {}.")
             return "challenge_solution", words.format(sign)
+        self.told.add(fault)
         return self.closing() or self.tell_sign("confirm", "Done, now I see {}.", "OK, now there is {}.")
 
     def tell_sign(self, strategy: str = "reveal_piece", *wordings: str) -> Reaction:
@@ -221,11 +251,15 @@ class TelecomUser(ScriptedUser):
 
 
 class RetailUser(ScriptedUser):
-    """mini:retail: gives the number and the detail when asked, and believes what it is told."""
+    """mini:retail: gives the number and the detail when asked, and believes what it is told but for these facts."""
 
-    DONE = r"done|returned|exchanged|changed|updated|processed|refund|refunded|sent|on its way|booked|completed"
-    NO = r"can ?not|can't|sorry|unable|not (?:possible|allowed|eligible)|unfortunately|refuse|refused"
-    WHY = r"late|days|delivered|pending|shipped|policy"
+    FORMS = (("order", r"\d{3}"), ("detail", "small|medium|large"), ("detail", r"\d+ \w+ (?:street|road|avenue|lane)"))
+    DONE = (r"(?<!\bbe )\b(?:done|complete|returned|exchanged|changed|updated|processed|refunded|sent|booked|completed|"
+            r"accepted|submitted|initiated|successful|all set|refund (?:is|of)|on its way)\b")
+    OPEN = r"\b(?:if|once|before|until|can|could)\b"  # a sentence about what may yet be done
+    NO = (r"can ?not|can't|unable|(?:not|isn't|don't|doesn't) (?:possible|allow|allowed|eligible|able|accept)|"
+          r"unfortunately|refus(?:e|ed|al)|declined|no longer|too late|outside|beyond")
+    WHY = r"late|days?|delivered|pending|shipped|transit|policy|window"
 
     def opening(self) -> str:
         item = self.facts["item"]
@@ -236,19 +270,20 @@ class RetailUser(ScriptedUser):
 
     def react(self, text: str) -> Reaction:
         detail = self.facts["detail"]
-        if OFFER.search(text):
-            return self.agree()
-        if asks(text, "order number|number|order id"):
+        if offers(text):
+            return self.agree(text)
+        if asks(text, "(?<!phone )(?<!and )number|order id|which order"):
             return self.reveal("order", f"It is {self.facts['order']}.", f"My order is {self.facts['order']}.")
-        if detail and asks(text, "size" if self.facts["want"] == "exchange" else "address|where"):
+        if detail and asks(text, "size|instead" if self.facts["want"] == "exchange" else "address|where"):
             return self.reveal("detail", f"To {detail}." if self.facts["want"] == "address" else f"I want {detail}.",
                                f"{detail}, please.")
-        if re.search(rf"\b(?:{self.NO})\b", text):
+        done = any(re.search(self.DONE, s) and not re.search(self.OPEN, s) for s in sentences(text))
+        if re.search(rf"\b(?:{self.NO})\b", text) or ("sorry" in text and not done):  # not "Done, sorry for the wait"
             if re.search(rf"\b(?:{self.WHY})\b", text):
                 return "close", self.say("A pity. Goodbye.", "All right, goodbye.")
             return "challenge_solution", self.say("Why not?", "Why is that?")
-        if re.search(rf"\b(?:{self.DONE})\b", text):
-            return "close", self.say("Thank you, goodbye.", "Great, thanks!")
+        if done:
+            return self.objection(text) or ("close", self.say("Thank you, goodbye.", "Great, thanks!"))
         return self.unclear()
 
 
