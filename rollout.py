@@ -131,7 +131,7 @@ class Chat:
         self.end_ids = frozenset(ends - {None})
 
     def banned_ids(self, rows: int) -> list[int]:
-        """Ids that are neither sampled nor scored: of `rows` embedding rows the unused ones, and padding unless it ends."""
+        """Neither sampled nor scored: the unused ones of the embedding's rows, and padding unless it ends a message."""
         return sorted({*range(len(self.tokenizer), rows), self.tokenizer.pad_token_id} - self.end_ids - {None})
 
     def open(self, messages: list[dict], tools: list[dict]) -> list[int]:

@@ -141,7 +141,7 @@ class ExpertSampler:
 
 
 def call(rng: random.Random, name: str, **arguments: str) -> str:
-    """A tool call; now and then of a tool that isn't there, so that the model sees errors and how to go on from them."""
+    """A tool call; now and then of a tool that isn't there, so that the model sees errors and how to go on."""
     name = name if rng.random() < 0.97 else "look_up"
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
