@@ -340,11 +340,12 @@ def note_of(model: str) -> dict:
 
 def find_policy(name: str) -> str:
     """tiny, a folder, a hub id, or a short name for Qwen's (Qwen3-8B). Raises PolicyError before anything is loaded."""
-    if name == "tiny" or (Path(name) / "config.json").is_file():
+    if name == "tiny":
         return name
-    hub_id = f"Qwen/{name}" if name.startswith("Qwen") and "/" not in name else name
+    here = Path(name).exists()
+    hub_id = f"Qwen/{name}" if name.startswith("Qwen") and "/" not in name and not here else name
     try:
-        if Path(name).exists():
+        if here and not (Path(name) / "config.json").is_file():
             raise OSError("the folder holds no config.json")
         AutoConfig.from_pretrained(hub_id)
     except (OSError, ValueError) as error:
