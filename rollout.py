@@ -1,8 +1,7 @@
 """tau_k = (x, a_1, u_2, ..., a_T, u_{T+1}): one dialogue between agent, tools and user, kept token for token (Eq. 1).
 
-Three things are here: the chat format, the dialogue loop, and the record that it fills, with its file format.
-
-Ids sampled are ids trained: nothing is decoded and encoded again. Whatever is not the agent's is appended as the chat
+Three things are here: the chat format, the dialogue loop, and the record that it fills, with its file format. Ids
+sampled are ids trained: nothing is decoded and encoded again. Whatever is not the agent's is appended as the chat
 template's own delta, found by rendering it after a marked agent message and keeping what follows the mark; so the turn
 borders, the newline after them and the generation prompt come from the template, whichever it is. Each token carries
 the segment that it was sampled in, -1 for all others: mask and broadcast index in one, from provenance, never values.
@@ -27,11 +26,13 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
+from itertools import accumulate
 from pathlib import Path
+from typing import get_args, get_origin
 
 import torch
 
-from env import Call, Task, make_env
+from env import Call, Task, ToolResult, make_env
 from faca import reaction_of
 from simulator import UserFault, UserTurn, make_user
 
@@ -97,9 +98,6 @@ class Rollout:
         if not len(self.tokens) == len(self.segment) == len(self.logprobs):
             raise RuntimeError(f"{len(ids)} ids came with {len(logprobs or [])} logprobs")
 
-    def agent_error(self, kind: str) -> None:
-        self.errors[kind] = self.errors.get(kind, 0) + 1
-
 
 # ----------------------------------------------------------------------------------------------------- chat format
 
@@ -126,7 +124,9 @@ class Chat:
         self.tokenizer, self.thinking = tokenizer, thinking
         special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special]
         self.special = re.compile("|".join(map(re.escape, sorted(special, key=len, reverse=True))))
-        self.turn_end = self._encode(self._after_agent([{"role": "user", "content": "x"}]))[0]
+        delta = self._after_agent([{"role": "user", "content": "x"}])
+        self.turn_end = self._encode(delta)[0]
+        self.inside = "<think>" * (delta.count("<think>") - delta.count("</think>"))  # where the prompt leaves it open
         ends = {self.turn_end, tokenizer.eos_token_id, tokenizer.get_vocab().get("<|endoftext|>")}
         self.end_ids = frozenset(ends - {None})
 
@@ -148,8 +148,8 @@ class Chat:
 
     def parse(self, ids: list[int]) -> Said:
         """Qwen3's tool-call syntax. What stands in a think block is neither said nor called, closed or not."""
-        text = THINK.sub("", self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        text = text.rpartition("</think>")[2]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        text = THINK.sub("", self.inside + text).rpartition("</think>")[2]
         calls = [parse_call(body) if closed else "the tool call is not closed"
                  for body, closed in TOOL_CALL.findall(text)]
         return Said(TOOL_CALL.sub("", text).strip(), calls)
@@ -165,11 +165,14 @@ class Chat:
                                                   enable_thinking=self.thinking)
 
     def _encode(self, text: str) -> list[int]:
+        text = text.encode(errors="replace").decode()  # half a surrogate pair (JSON can hold one) has no ids
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
 def parse_call(body: str) -> Call | str:
     """The JSON between tool-call tags -> the call, or what is wrong with it, in words for the agent."""
+    if max(accumulate((c in "[{") - (c in "]}") for c in body), default=0) > 99:
+        return "the tool call is nested too deep"  # to be copied and saved, at least
     try:
         found = json.loads(body)
     except (ValueError, RecursionError) as error:
@@ -199,52 +202,51 @@ class Dialogue:
             turn = await self.user.open()
             opener = [{"role": "system", "content": self.env.policy}, {"role": "user", "content": turn.utterance}]
             self.hear(turn, opener)
-            record.append(self.chat.open(opener, self.env.tools))
-            while not record.stop:
-                said = await self.agent_segment(len(record.strategies))
-                if said is None:
-                    break
+            self.tell(self.chat.open(opener, self.env.tools))
+            while (said := await self.agent_segment(len(record.strategies))) is not None:
                 turn = await self.user.reply(said)
                 heard = [{"role": "user", "content": turn.utterance}]
                 self.hear(turn, heard)
                 record.strategies[-1], record.reactions[-1] = turn.strategy, reaction_of(turn.strategy)
                 if turn.done:
                     record.stop = Stop.USER_CLOSED if turn.strategy == "close" else Stop.USER_LEFT
-                    record.reward = self.in_world(self.env.reward, self.shown())
+                    seen = [m["content"] for m in record.messages if m["role"] == "assistant" and "tool_calls" not in m]
+                    record.reward = self.in_world(self.env.reward, seen)
                 else:
-                    record.append(self.chat.delta(heard, record.tokens[-1]))
-        except UserFault:
-            record.stop = Stop.VOID_USER
-        except WorldFault as fault:
-            record.stop = Stop.VOID_WORLD
+                    self.tell(self.chat.delta(heard, record.tokens[-1]))
+        except (UserFault, WorldFault) as fault:
+            record.stop = Stop.VOID_USER if isinstance(fault, UserFault) else Stop.VOID_WORLD
             record.private.append({"turn": len(record.strategies), "fault": str(fault)})
         return record
 
     async def agent_segment(self, q: int) -> str | None:
         """a_q: messages and their tools until one is for the user; its text, or None if the dialogue ended."""
-        record, caps = self.record, self.caps
-        while True:
-            room = min(caps.message_tokens, caps.context - len(record.tokens))
-            if sum(m["role"] == "assistant" for m in record.messages) == caps.messages:
-                record.stop = Stop.MAX_MESSAGES
-            elif room < 1:
-                record.stop = Stop.MAX_CONTEXT
-            if record.stop:
-                return None
-            said = await self.agent_message(q, room)
+        record = self.record
+        while not record.stop:
+            said = await self.agent_message(q)
             if not said.calls:
-                if not said.text:
-                    record.stop = Stop.EMPTY_MESSAGE
+                record.stop = "" if said.text else Stop.EMPTY_MESSAGE
                 return said.text or None
             results = [{"role": "tool", "content": self.agent_tool(call)} for call in said.calls]
             record.messages += results
-            if sum(record.errors.values()) >= caps.errors:
+            if sum(record.errors.values()) >= self.caps.errors:
                 record.stop = Stop.TOO_MANY_ERRORS
-                return None
-            record.append(self.chat.delta(results, record.tokens[-1]))
+            else:
+                self.tell(self.chat.delta(results, record.tokens[-1]))
 
-    async def agent_message(self, q: int, room: int) -> Said:
+    def tell(self, ids: list[int]) -> None:
+        """Appends the ids that lead to the agent's next message, unless a cap leaves none to it."""
+        record, caps = self.record, self.caps
+        if sum(m["role"] == "assistant" for m in record.messages) == caps.messages:
+            record.stop = Stop.MAX_MESSAGES
+        elif len(record.tokens) + len(ids) >= caps.context:
+            record.stop = Stop.MAX_CONTEXT
+        else:
+            record.append(ids)
+
+    async def agent_message(self, q: int) -> Said:
         record = self.record
+        room = min(self.caps.message_tokens, self.caps.context - len(record.tokens))
         sample = await self.sampler.sample(record.tokens, room, record.seed)
         if self.version not in (None, sample.version):
             raise RuntimeError(f"the weights changed within a rollout: {self.version} -> {sample.version}")
@@ -263,26 +265,23 @@ class Dialogue:
 
     def agent_tool(self, call: Call | str) -> str:
         """Runs one call of the agent's. What is wrong with it goes back to the agent, and costs error budget."""
-        if isinstance(call, str):
-            self.record.agent_error("malformed")
-            return f"Error: {call}."
-        result = self.in_world(self.env.call, call.name, call.arguments, "assistant")
+        errors, malformed = self.record.errors, isinstance(call, str)
+        result = (ToolResult(f"Error: {call}.", error=True) if malformed else
+                  self.in_world(self.env.call, call.name, call.arguments, "assistant"))
         if result.error:
-            self.record.agent_error("authority" if call.name in self.user_tools else "tool")
+            kind = "malformed" if malformed else "authority" if call.name in self.user_tools else "tool"
+            errors[kind] = errors.get(kind, 0) + 1
         return result.content
 
     def user_tool(self, name: str, **arguments) -> dict:
         result = self.in_world(self.env.call, name, arguments, "user")
         self.record.private.append({"turn": len(self.record.strategies), "tool": name, "arguments": arguments,
                                     "result": result.content})
-        return json.loads(result.content)
+        return self.in_world(json.loads, result.content)  # an error's text is no JSON: a fault, and not the agent's
 
     def hear(self, turn: UserTurn, messages: list[dict]) -> None:
         self.record.messages += messages
         self.record.private.append({"turn": len(self.record.strategies), "strategy": turn.strategy})
-
-    def shown(self) -> list[str]:
-        return [m["content"] for m in self.record.messages if m["role"] == "assistant" and "tool_calls" not in m]
 
     def in_world(self, function: Callable, *arguments):
         """Calls into the environment; whatever it raises is its own fault, not the agent's."""
@@ -340,18 +339,19 @@ def summary(records: list[Rollout]) -> dict[str, float]:
 # --------------------------------------------------------------------------------------------------------- tensors
 
 
+def padded(lists: list[list], fill, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of unlike length as one tensor, at least one wide, filled on the right."""
+    width = max([1, *map(len, lists)])
+    return torch.tensor([v + [fill] * (width - len(v)) for v in lists], dtype=dtype).view(len(lists), width)
+
+
 def credit_tensors(records: list[Rollout]) -> dict[str, torch.Tensor]:
     """What faca.py reads of a step's rollouts: reward_N, reaction_NQ, observed_NQ, exists_NQ, group_N, valid_N."""
-    width = max((len(r.strategies) for r in records), default=0)
-
-    def rows(values: Callable[[Rollout], list], fill, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([v + [fill] * (width - len(v)) for v in map(values, records)], dtype=dtype).view(-1, width)
-
     return {
         "reward_N": torch.tensor([r.reward for r in records]),
-        "reaction_NQ": rows(lambda r: [f or 0 for f in r.reactions], 0, torch.float32),
-        "observed_NQ": rows(lambda r: [f is not None for f in r.reactions], False, torch.bool),
-        "exists_NQ": rows(lambda r: [True] * len(r.strategies), False, torch.bool),
+        "reaction_NQ": padded([[f or 0 for f in r.reactions] for r in records], 0, torch.float32),
+        "observed_NQ": padded([[f is not None for f in r.reactions] for r in records], False, torch.bool),
+        "exists_NQ": padded([[True] * len(r.strategies) for r in records], False, torch.bool),
         "group_N": torch.tensor([r.group for r in records], dtype=torch.long),
         "valid_N": torch.tensor([not r.void for r in records], dtype=torch.bool),
     }
@@ -362,13 +362,11 @@ def token_tensors(records: list[Rollout], pad_id: int) -> tuple[torch.Tensor, ..
 
     For no records, one row that has nothing to train: a rank without a share still joins every forward pass.
     """
-    def rows(lists: list[list], fill, dtype: torch.dtype) -> torch.Tensor:
-        width = max([len(v) for v in lists], default=1)
-        return torch.tensor([v + [fill] * (width - len(v)) for v in lists or [[fill] * 2]], dtype=dtype)
-
-    return (rows([r.tokens for r in records], pad_id, torch.long), rows([r.segment for r in records], -1, torch.long),
-            rows([r.logprobs for r in records], 0.0, torch.float32),
-            rows([r.advantage for r in records], 0.0, torch.float32))
+    records = records or [Rollout("", "", 0, 0, 0)]
+    return (padded([r.tokens for r in records], pad_id, torch.long),
+            padded([r.segment for r in records], -1, torch.long),
+            padded([r.logprobs for r in records], 0.0, torch.float32),
+            padded([r.advantage for r in records], 0.0, torch.float32))
 
 
 def micro_batches(records: list[Rollout], budget: int) -> list[list[Rollout]]:
@@ -396,23 +394,34 @@ def save_rollouts(path: Path, records: list[Rollout]) -> None:
     part.replace(path)
 
 
+def fits(value, kind) -> bool:
+    """Whether a value out of JSON is of a field's type, such as list[int | None]; an int passes for a float."""
+    if get_origin(kind) in (list, dict):
+        values = value.values() if isinstance(value, dict) else value
+        return isinstance(value, get_origin(kind)) and all(fits(v, get_args(kind)[-1]) for v in values)
+    return isinstance(value, int | float if kind is float else kind)
+
+
 def load_rollouts(path: str | Path) -> list[Rollout]:
     """Raises RolloutFileError for anything that save_rollouts did not write."""
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise RolloutFileError(f"{path}: cannot be read as a rollout file ({error})") from None
-    records, names = [], {f.name for f in fields(Rollout)}
+    records, kinds = [], {f.name: f.type for f in fields(Rollout)}
     for number, line in enumerate(lines, 1):
         try:
             found = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             raise RolloutFileError(f"{path}: line {number} is not JSON") from None
-        if not isinstance(found, dict) or set(found) != names:
-            raise RolloutFileError(f"{path}: line {number} is no rollout (needed: {', '.join(sorted(names))})")
+        found = found if isinstance(found, dict) else {}
+        wrong = [name for name, kind in kinds.items() if not fits(found.get(name), kind)]
+        if wrong or len(found) > len(kinds):
+            raise RolloutFileError(f"{path}: line {number} is no rollout (wrong: {', '.join(wrong) or 'more fields'})")
         record = Rollout(**found)
-        if not len(record.tokens) == len(record.segment) == len(record.logprobs) or record.stop not in list(Stop):
-            raise RolloutFileError(f"{path}: line {number} is no rollout (per-token lists differ, or no known stop)")
+        if not (len(record.tokens) == len(record.segment) == len(record.logprobs) and record.stop in list(Stop)
+                and len(record.reactions) == len(record.strategies) > max(record.segment, default=-1)):
+            raise RolloutFileError(f"{path}: line {number} is no rollout (lists of unlike length, or no known stop)")
         records.append(record)
     if not records:
         raise RolloutFileError(f"{path}: holds no rollout")

@@ -334,17 +334,27 @@ class PolicyError(ValueError):
 
 def note_of(model: str) -> dict:
     """faca.json of a checkpoint of ours (preset, caps, temperature, training tasks' ids); {} for any other model."""
-    note = Path(model) / "faca.json"
-    return json.loads(note.read_text()) if note.is_file() else {}
+    path = Path(model) / "faca.json"
+    if not path.is_file():
+        return {}
+    try:
+        note = json.loads(path.read_text())
+        if set(note) == {"preset", "caps", "temperature", "trained_on"}:
+            return note
+    except (OSError, ValueError, TypeError):
+        pass
+    raise PolicyError(f"{path} is damaged, or from another version; without it the folder is read as any other model")
 
 
 def find_policy(name: str) -> str:
     """tiny, a folder, a hub id, or a short name for Qwen's (Qwen3-8B). Raises PolicyError before anything is loaded."""
-    if name == "tiny" or (Path(name) / "config.json").is_file():
+    if name == "tiny":
         return name
-    if Path(name).exists() or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise PolicyError(f"no model '{name}': there is no config.json in that folder")
-    hub_id = f"Qwen/{name}" if name.startswith("Qwen") and "/" not in name else name
+    folder = Path(name)
+    looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
+    if not name or looks_local and not (folder / "config.json").is_file():
+        raise PolicyError(f"no model '{name}': no folder of that name holds a config.json")
+    hub_id = f"Qwen/{name}" if name.startswith("Qwen") and "/" not in name and not looks_local else name
     try:
         AutoConfig.from_pretrained(hub_id)
     except (OSError, ValueError) as error:
@@ -354,14 +364,21 @@ def find_policy(name: str) -> str:
 
 
 def load_policy(name: str, seed: int, device: torch.device):
-    """Tokenizer, the fp32 model to train, and the replica to sample with (bf16 on a GPU), in eval mode both."""
+    """Tokenizer, the fp32 model to train, and the replica to sample with (bf16 on a GPU), in eval mode both.
+
+    Weights come from safetensors alone. Raises PolicyError, one line, for a model that can't be loaded.
+    """
     if name == "tiny":
         from extras.tiny import make_tiny
         tokenizer, model = make_tiny(seed)
     else:
         found = find_policy(name)
-        tokenizer = AutoTokenizer.from_pretrained(found)
-        model = AutoModelForCausalLM.from_pretrained(found, dtype=torch.float32, use_safetensors=True)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(found)
+            model = AutoModelForCausalLM.from_pretrained(found, dtype=torch.float32, use_safetensors=True)
+        except Exception as error:  # files of somebody else's making fail in every way there is
+            reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
+            raise PolicyError(f"model '{name}' can't be loaded: {type(error).__name__}: {reason}") from error
     model = model.to(device).eval()
     half = torch.bfloat16 if device.type == "cuda" else torch.float32
     replica = AutoModelForCausalLM.from_config(model.config, dtype=half).to(device).eval()

@@ -35,7 +35,7 @@ from env import Task, load_tasks
 from eval import STREAM, figures, table
 from rollout import (Caps, Chat, Rollout, credit_tensors, micro_batches, play_groups, save_rollouts, stream_seed,
                      summary, token_tensors)
-from sampler import Sampler, find_policy, load_policy, note_of, save_policy, score
+from sampler import PolicyError, Sampler, find_policy, load_policy, note_of, save_policy, score
 
 class UsageError(ValueError):
     """The user's mistake, in one line that says what to do. Exit code 2."""
@@ -428,10 +428,10 @@ def main() -> None:
         start_processes()
         run_all(config)
         dist.destroy_process_group()
-    except (UsageError, RunStopped) as error:
+    except (UsageError, PolicyError, RunStopped) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        sys.exit(1 if isinstance(error, RunStopped) else 2)
 
 
 def start_processes() -> None:

@@ -30,6 +30,7 @@ def show(record: Rollout) -> str:
     lines = [paint(f"{record.task}  group {record.group}  rollout {record.k}  seed {record.seed}", BOLD),
              f"reward {record.reward:g}  stop {record.stop}  outcome advantage {record.outcome_advantage:+.3f}  "
              f"{trained} of {len(record.tokens)} tokens trained  errors {record.errors or 'none'}", ""]
+    lines[2:2] = [f"void: {p['fault']}" for p in record.private if "fault" in p]
     turn, shown = 0, -1
     for message in record.messages:
         role, text = message["role"], message["content"]
@@ -90,7 +91,12 @@ def main() -> None:
         fail(str(error))
     if not 0 <= options.index < len(records):
         fail(f"{options.file} has rollouts 0 to {len(records) - 1}, not {options.index}")
-    print(show(records[options.index]))
+    try:
+        text = show(records[options.index])
+    except (LookupError, TypeError, AttributeError) as error:  # messages are free in form: any JSON object passes there
+        fail(f"{options.file}: rollout {options.index} is damaged ({type(error).__name__}: {error})")
+    sys.stdout.reconfigure(errors="replace")  # what a model says may hold half a surrogate pair
+    print(text)
 
 
 def fail(message: str) -> None:
