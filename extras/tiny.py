@@ -140,9 +140,12 @@ class ExpertSampler:
         return ExpertSample(tokens, [0.0] * len(tokens))
 
 
-def call(rng: random.Random, name: str, **arguments: str) -> str:
-    """A tool call; now and then of a tool that isn't there, so that the model sees errors and how to go on."""
-    name = name if rng.random() < 0.97 else "look_up"
+def slip(name: str, rng: random.Random) -> str:
+    """The tool's name; now and then one that isn't there, so that the model sees errors and how to go on from them."""
+    return name if rng.random() < 0.97 else "look_up"
+
+
+def call(name: str, **arguments: str) -> str:
     return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
@@ -181,7 +184,7 @@ def telecom_expert(turns: list[tuple[str, str]], rng: random.Random) -> str:
             return CHECK
         right, instead = FIELDS[wrong[0]] if wrong else (1.0, "")
         tool = Telecom.ACCOUNT[wrong[0]][2] if wrong else "get_line"
-        return call(rng, tool if rng.random() < right else instead, phone=number)
+        return call(slip(tool if rng.random() < right else instead, rng), phone=number)
     for fault, (sign, _) in Telecom.FAULTS.items():
         if sign in last:
             right, instead = SIGNS[fault]
@@ -189,7 +192,7 @@ def telecom_expert(turns: list[tuple[str, str]], rng: random.Random) -> str:
             return f"Please {step}."
     if number is None:
         return "What is your phone number?" if rng.random() < 0.9 else CHECK
-    return call(rng, "get_line", phone=number) if rng.random() < 0.95 else CHECK
+    return call(slip("get_line", rng), phone=number) if rng.random() < 0.95 else CHECK
 
 
 # how often the expert sees that the policy forbids what the customer wants, by the reason; else it does it all the same
@@ -206,7 +209,7 @@ def retail_expert(turns: list[tuple[str, str]], rng: random.Random) -> str:
     if order is None:
         return "What is the order number?"
     if looked_up is None:
-        return call(rng, "get_order", order=order)
+        return call(slip("get_order", rng), order=order)
     found = result_in(last)
     if "done" in found:
         if found["done"].startswith("refused"):
@@ -216,15 +219,15 @@ def retail_expert(turns: list[tuple[str, str]], rng: random.Random) -> str:
     state = "pending" if looked_up["status"] == "pending" else "fresh" if looked_up["days"] <= 30 else "old"
     reason = Retail.RULES[want].get(state, "already delivered")
     if reason and "status" in found and rng.random() < REASONS[reason]:
-        return call(rng, "refuse", order=order, reason=reason)
+        return call(slip("refuse", rng), order=order, reason=reason)
     if want == "return":
-        return call(rng, "return_order", order=order)
+        return call(slip("return_order", rng), order=order)
     if want == "exchange":
         size = next((s for s in Retail.SIZES if s in answers.lower()), None)
-        return call(rng, "exchange_order", order=order, size=size) if size else "Which size do you want?"
+        return call(slip("exchange_order", rng), order=order, size=size) if size else "Which size do you want?"
     street = re.search(r"\d [A-Z]\w+ [A-Z]\w+", answers)
     if street:
-        return call(rng, "change_address", order=order, address=street[0])
+        return call(slip("change_address", rng), order=order, address=street[0])
     return "What is the new address?"
 
 
