@@ -76,7 +76,7 @@ class Config:
     max_errors: int = option(4, 10, "agent errors (malformed, unknown, refused calls) that end a dialogue*")
     void_retries: int = option(2, 2, "further tries of a rollout whose user or world failed")
     max_void_rate: float = option(0.2, 0.2, "share of void rollouts in a step that stops the run")
-    sft_steps: int = option(150, 150, "SFT steps")
+    sft_steps: int = option(200, 200, "SFT steps")
     sft_batch: int = option(16, 16, "expert dialogues a step")
     sft_dialogues: int = option(3, 3, "expert dialogues a task of the sft split")
     sft_lr: float = option(6e-3, 1e-5, "AdamW's peak learning rate in SFT, cosine to 0")
