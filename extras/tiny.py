@@ -159,16 +159,16 @@ def result_in(text: str) -> dict:
 SIGNS = {
     "airplane_mode": (0.95, "sim_card"),
     "sim_card": (0.9, "airplane_mode"),
-    "mobile_data": (0.5, "apn"),
-    "apn": (0.4, "mobile_data"),
-    "data_saver": (0.35, "vpn"),
-    "vpn": (0.4, "data_saver"),
+    "mobile_data": (0.4, "apn"),
+    "apn": (0.35, "mobile_data"),
+    "data_saver": (0.3, "vpn"),
+    "vpn": (0.3, "data_saver"),
 }
 # field of the line -> (how often right, the tool used instead)
 FIELDS = {
     "status": (0.95, "refuel_data"),
     "roaming": (0.6, "refuel_data"),
-    "data": (0.5, "enable_roaming"),
+    "data": (0.45, "enable_roaming"),
 }
 CHECK = "Please check the status bar."
 
