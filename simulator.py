@@ -9,8 +9,8 @@ are a user turn, its extraction from a model's JSON reply, and the scripted user
 
 A user sees the agent's visible text only, never its tool calls or their results. A scripted user answers from its
 task's facts, in words varied by its seed, and reacts to what the agent said, whoever said it: it looks for what an
-agent may ask or tell (patterns over free text), and what it can't read it asks about. Its patience is finite: wrong or
-unclear messages cost it, and then it gives up (change_mind) and ends. Chosen here, all of it; a scripted user knows
+agent may ask or tell (patterns over free text), and what it can't read it asks about. Its patience is finite: messages
+that lead nowhere cost it, and then it gives up (change_mind) and ends. Chosen here, all of it; a scripted user knows
 whether a step worked, so its labels flatter the method compared with a model's.
 """
 
@@ -80,7 +80,8 @@ Reaction = tuple[str, str]  # (strategy, utterance)
 class ScriptedUser(ABC):
     """A user by rule. Subclasses give the opening words and `react`, the strategy and words for what the agent said.
 
-    Every friction (reaction -1) costs patience; at the third the user gives up. `close` ends the dialogue.
+    Every turn without progress (reaction 0 or -1) costs patience; at the third the user gives up. `close` ends the
+    dialogue.
     """
 
     PATIENCE = 3
@@ -98,7 +99,7 @@ class ScriptedUser(ABC):
     async def reply(self, text: str) -> UserTurn:
         """The user's turn to the agent's visible text; it is awaited, as a model's would be, and does not wait."""
         strategy, utterance = self.react(" ".join(text.lower().replace("\u2019", "'").split()))
-        self.patience -= REACTION[strategy] < 0
+        self.patience -= REACTION[strategy] <= 0
         if self.patience == 0:
             return UserTurn(self.say(*self.GIVE_UP), "change_mind", done=True)
         return UserTurn(utterance, strategy, done=strategy == "close")

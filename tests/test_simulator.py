@@ -144,7 +144,7 @@ def test_the_address_is_told_when_asked_for_and_defended():
 
 
 @pytest.mark.parametrize("task", [TELECOM[0], RETAIL[0]], ids=lambda t: t.domain)
-def test_the_third_friction_ends_the_dialogue_with_a_change_of_mind(task):
+def test_the_third_turn_without_progress_ends_the_dialogue_with_a_change_of_mind(task):
     talk = Talk(task)
     turns = [talk.says(text) for text in ["Blah.", "What is your number?", "Blah.", "Blah."]]
     assert [t.strategy for t in turns] == ["ask_clarification", "reveal_piece", "ask_clarification", "change_mind"]
@@ -157,11 +157,12 @@ def test_asking_twice_for_the_same_thing_costs_and_agreeing_twice_is_no_progress
     ask, offer = "What is the order number?", "Shall I go ahead?"
     assert [talk.says(t).strategy for t in (ask, ask, "Size?", "Size?")] == ["reveal_piece", "challenge_solution"] * 2
     for user in (Talk(retail("exchange")), Talk(TELECOM[0])):
-        assert [user.says(offer).strategy for _ in range(5)] == ["confirm"] + ["be_vague"] * 4
+        assert [user.says(offer).strategy for _ in range(4)] == ["confirm", "be_vague", "be_vague", "change_mind"]
 
 
 def test_the_sign_is_news_once_and_again_after_a_step_changed_it():
     talk = Talk(TELECOM[0], faults=["airplane_mode", "vpn"])
+    talk.user.patience = 9
     look, step = "Please check the status bar.", "Turn off airplane mode."
     praise = "Great job turning off airplane mode! What shows now?"
     assert [talk.says(t).strategy for t in (look, look, step, look, praise, step)] == [
@@ -196,8 +197,8 @@ def test_any_dialogue_is_labelled_ends_in_time_repeats_and_names_no_strategy(tas
         turns.append(one.says(said[0]))
         assert turns[-1] == other.says(said.pop(0))
     assert {t.strategy for t in turns} <= {*REACTION}
-    friction = sum(REACTION[t.strategy] < 0 for t in turns)
-    assert friction <= 3 and (friction == 3) == (turns[-1].strategy == "change_mind")
+    fruitless = sum(REACTION[t.strategy] <= 0 for t in turns)
+    assert fruitless <= 3 and (fruitless == 3) == (turns[-1].strategy == "change_mind")
     assert all(t.done == (t.strategy in ("close", "change_mind")) for t in turns)
     assert not any(re.search(rf"\b{z}\b|strategy", t.utterance.lower()) for t in [first, *turns] for z in REACTION)
 
