@@ -1,6 +1,7 @@
 """Evaluation: what a policy does on tasks, verified by the domain and counted strictly.
 
-    python eval.py run --model RUN/model --env mini:telecom,mini:retail        held-out tasks, a line for each domain
+    python eval.py run --model RUN/model --env mini:telecom,mini:retail   held-out tasks, a line for each domain
+    python eval.py curves RUN [RUN ...]                                   held-out pass@1 along training, arms compared
 
 pass@1 is the share of dialogues with reward exactly 1 among all that were begun: every ending but the user's own is a
 failure, and one that is void (its user or world failed, after retries) is counted as not passed and named as missing.
@@ -9,6 +10,8 @@ the tasks that it was trained on; tasks that it has not seen are also counted ap
 """
 
 import argparse
+import json
+import statistics
 import sys
 from collections import Counter
 from pathlib import Path
@@ -84,11 +87,63 @@ def run(options: argparse.Namespace) -> None:
     print("\n" + table({"all": figures(records)}))
 
 
+# ----------------------------------------------------------------------------------------------------------- curves
+
+
+def curves(options: argparse.Namespace) -> None:
+    """A line for each run, its pass@1 (mean over domains) at each evaluation and over the curve; then gains by seed."""
+    found = {folder: read_curve(Path(folder)) for folder in options.runs}
+    names = list(dict.fromkeys(name for _, curve in found.values() for name in curve))
+    print(f"{'run':24}" + "".join(f"{name.removeprefix('RL '):>10}" for name in names) + f"{'mean':>8}")
+    arms: dict[str, dict[int, tuple[float, float]]] = {}
+    for folder, (config, curve) in found.items():
+        values = [curve.get(name, float("nan")) for name in names]
+        mean = statistics.fmean(values[1:] or values)  # the first is where all runs start
+        arms.setdefault(arm_of(config), {})[config["seed"]] = values[-1], mean
+        print(f"{folder[-24:]:24}" + "".join(f"{value:10.3f}" for value in values) + f"{mean:8.3f}")
+    base, *others = sorted(arms, key=lambda arm: arm != "grpo")
+    for arm in others:
+        seeds = sorted(set(arms[arm]) & set(arms[base]))
+        for i, what in enumerate(("at the end", "mean over the curve")):
+            gains = [arms[arm][seed][i] - arms[base][seed][i] for seed in seeds]
+            if len(gains) > 1:
+                each = ", ".join(f"{seed}: {gain:+.3f}" for seed, gain in zip(seeds, gains, strict=True))
+                print(f"{arm} - {base}, {what}: {statistics.fmean(gains):+.3f}, sample std {statistics.stdev(gains):.3f}"
+                      f"  (seed {each})")
+
+
+def read_curve(folder: Path) -> tuple[dict, dict[str, float]]:
+    """A run's options, and its mean pass@1 over domains at each evaluation."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        curve = {row["at"]: statistics.fmean(value for key, value in row.items() if key.startswith("pass@1/"))
+                 for row in rows if row["phase"] == "held_out"}
+        arm_of(config), config["seed"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        fail(f"{folder} is no run folder of train.py ({type(error).__name__}: {error})")
+    return config, curve or fail(f"{folder} has no evaluation in its metrics.jsonl")
+
+
+def arm_of(config: dict) -> str:
+    """What tells one arm from another: method, lambda where it is not the default, control."""
+    lam = "" if config["lam"] in (0.5, 0.0) else f" lam {config['lam']}"
+    return config["method"] + lam + ("" if config["control"] == "none" else f" {config['control']}")
+
+
+# ------------------------------------------------------------------------------------------------------------- main
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: fail(message)
-    command = parser.add_subparsers(dest="command", required=True, metavar="run").add_parser(
-        "run", help="dialogues of a model on tasks, and its pass@1")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,curves}")
+    command = commands.add_parser("curves", help="held-out pass@1 along training, arms compared by seed")
+    command.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py")
+    command.set_defaults(function=curves)
+    command.error = parser.error
+    command = commands.add_parser("run", help="dialogues of a model on tasks, and its pass@1")
+    command.set_defaults(function=run)
     command.error = parser.error
     command.add_argument("--model", required=True, help="a run's model/ (or sft/), or a Hugging Face folder or id")
     command.add_argument("--env", default="mini:telecom",
@@ -98,6 +153,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     command.add_argument("--greedy", action="store_true", help="the likeliest token, not a sampled one")
     command.add_argument("--out", help="a new file for the dialogues (JSONL; python rollout.py shows it)")
     options = parser.parse_args(argv)
+    if options.command != "run":
+        return options
     if options.trials < 1:
         fail(f"--trials must be at least 1, is {options.trials}")
     if options.out and Path(options.out).exists():
@@ -113,7 +170,8 @@ def fail(message: str) -> None:
 def main() -> None:
     torch.set_num_threads(1)
     try:
-        run(parse(sys.argv[1:]))
+        options = parse(sys.argv[1:])
+        options.function(options)
     except (EnvError, PolicyError) as error:
         fail(str(error))
 
