@@ -108,8 +108,8 @@ def curves(options: argparse.Namespace) -> None:
             gains = [arms[arm][seed][i] - arms[base][seed][i] for seed in seeds]
             if len(gains) > 1:
                 each = ", ".join(f"{seed}: {gain:+.3f}" for seed, gain in zip(seeds, gains, strict=True))
-                print(f"{arm} - {base}, {what}: {statistics.fmean(gains):+.3f}, sample std {statistics.stdev(gains):.3f}"
-                      f"  (seed {each})")
+                print(f"{arm} - {base}, {what}: {statistics.fmean(gains):+.3f}, "
+                      f"sample std {statistics.stdev(gains):.3f}  (seed {each})")
 
 
 def read_curve(folder: Path) -> tuple[dict, dict[str, float]]:
@@ -127,7 +127,7 @@ def read_curve(folder: Path) -> tuple[dict, dict[str, float]]:
 
 def arm_of(config: dict) -> str:
     """What tells one arm from another: method, lambda where it is not the default, control."""
-    lam = "" if config["lam"] in (0.5, 0.0) else f" lam {config['lam']}"
+    lam = "" if config["lam"] == (0.0 if config["method"] == "grpo" else 0.5) else f" lam {config['lam']}"
     return config["method"] + lam + ("" if config["control"] == "none" else f" {config['control']}")
 
 

@@ -263,3 +263,30 @@ def test_a_step_that_clips_nothing_away_changes_the_weights_and_the_sampler_foll
     assert trainer.sampler.version == 1 and not torch.equal(before, trainer.sampler.model.lm_head.weight)
     for copy, trained in zip(trainer.sampler.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(copy, trained.full_tensor()) and trained.dtype == torch.float32
+
+
+# --------------------------------------------------------------------------------------------------- eval.py curves
+
+
+def test_curves_compare_arms_by_seed_in_hand_computed_numbers(tmp_path, capsys):
+    import eval as evaluation
+    for arm, lam, seed, ends in (("faca", 0.5, 0, (0.4, 0.6, 0.8)), ("faca", 0.5, 1, (0.4, 0.5, 0.7)),
+                                 ("grpo", 0.0, 0, (0.4, 0.5, 0.6)), ("grpo", 0.0, 1, (0.4, 0.5, 0.7))):
+        folder = tmp_path / f"{arm}{seed}"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps({"method": arm, "lam": lam, "control": "none", "seed": seed}))
+        lines = [{"phase": "held_out", "at": at, "pass@1/x": value}
+                 for at, value in zip(("before", "RL step 1", "after RL"), ends, strict=True)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    evaluation.curves(evaluation.parse(["curves", *map(str, sorted(tmp_path.iterdir()))]))
+    printed = capsys.readouterr().out
+    assert "0.400     0.600     0.800   0.700" in printed  # the mean leaves the common start out
+    assert "faca - grpo, at the end: +0.100, sample std 0.141  (seed 0: +0.200, 1: +0.000)" in printed
+    assert "faca - grpo, mean over the curve: +0.075, sample std 0.106  (seed 0: +0.150, 1: +0.000)" in printed
+
+
+def test_curves_of_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
+    import eval as evaluation
+    with pytest.raises(SystemExit) as exit_:
+        evaluation.curves(evaluation.parse(["curves", str(tmp_path)]))
+    assert exit_.value.code == 2 and capsys.readouterr().err.count("\n") == 1
