@@ -1,4 +1,4 @@
-"""Evaluation: what a policy does on tasks, verified by the domain and counted strictly.
+"""Evaluation: what a policy does on tasks, verified by the domain and counted strictly; and the folder of a run.
 
     python eval.py run --model RUN/model --env mini:telecom,mini:retail   held-out tasks, a line for each domain
     python eval.py curves RUN [RUN ...]                                   held-out pass@1 along training, arms compared
@@ -11,12 +11,18 @@ the tasks that it was trained on; tasks that it has not seen are also counted ap
 
 import argparse
 import json
+import os
+import signal
 import statistics
 import sys
+import time
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 from env import EnvError, Task, load_tasks, make_env
@@ -61,6 +67,104 @@ def table(columns: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
+# ---------------------------------------------------------------------------------- a run: its ranks, its folder
+
+
+class UsageError(ValueError):
+    """The user's mistake, in one line that says what to do. Exit code 2."""
+
+
+class RunStopped(RuntimeError):
+    """The run can't go on, and says why in one line. Raised on all ranks alike."""
+
+
+def start_processes() -> None:
+    """torchrun's processes, or this one alone. One thread each on CPU: two in one process spin against each other."""
+    on_gpu = torch.cuda.is_available()
+    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    else:
+        torch.set_num_threads(1)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **alone)
+
+
+def all_gather(value) -> list:
+    """The value of every rank, in the order of ranks."""
+    out = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def all_reduce(value: float, how: Callable = sum) -> float:
+    """One number over all ranks: their sum, max or min."""
+    return how(all_gather(value))
+
+
+class Run:
+    """The folder that training writes and evaluation reads (config.json, metrics.jsonl, rollouts/), and how it ends.
+
+    SIGINT and SIGTERM ask the run to stop: dialogues under way are given up, and what is done is saved. A further one
+    after two seconds quits at once (within them, for torchrun hands on what a terminal has sent already).
+    """
+
+    def __init__(self, config):
+        self.rank, self.path = dist.get_rank(), Path(config.out)
+        self.rows: list[dict] = []
+        self.evaluated: dict[str, dict] = {}
+        self.signalled, self.exit_code, self.told_at = False, 0, 0.0
+        if self.rank == 0:
+            self.claim(config)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.on_signal)
+
+    def claim(self, config) -> None:
+        """Makes the folder this run's own; of two that start at once, one."""
+        options = json.dumps(asdict(config), indent=1) + "\n"
+        try:
+            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+            with (self.path / "config.json").open("x") as file:
+                file.write(options)
+        except OSError as error:
+            raise UsageError(f"--out {self.path} can't be made this run's folder: {error.strerror or error}") from None
+        print(" ".join(f"{name}={value}" for name, value in asdict(config).items()), file=sys.stderr)
+
+    def on_signal(self, number: int, frame) -> None:
+        now = time.monotonic()
+        if self.signalled and now - self.told_at > 2:
+            os._exit(128 + number)
+        if not self.signalled and self.rank == 0:
+            tqdm.write("stopping: what is done is saved (once more to quit without)", file=sys.stderr)
+        self.told_at = self.told_at or now
+        self.signalled, self.exit_code = True, 128 + number
+
+    def stopped(self) -> bool:
+        """Whether any rank was told to stop; collective, and the same answer on all."""
+        self.exit_code = int(all_reduce(self.exit_code, max))
+        self.signalled = self.exit_code > 0
+        return self.signalled
+
+    def stop_line(self) -> str:
+        return f"stopped early, after {len(self.rows)} rows of metrics" if self.signalled else ""
+
+    def bar(self, steps, name: str) -> tqdm:
+        pause = 0.1 if sys.stderr.isatty() else 10  # seconds between two redraws; a log file wants few
+        return tqdm(steps, name, disable=self.rank != 0, dynamic_ncols=True, mininterval=pause)
+
+    def log(self, row: dict) -> None:
+        self.rows.append(row)
+        if self.rank == 0:
+            with (self.path / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+
+    def keep(self, step: int, records: list[Rollout]) -> None:
+        """The step's rollouts of all ranks, one file."""
+        shares = all_gather(records)
+        if self.rank == 0:
+            every = sorted((r for share in shares for r in share), key=lambda r: (r.group, r.k))
+            save_rollouts(self.path / "rollouts" / f"step-{step:05}.jsonl", every)
+
+
 # -------------------------------------------------------------------------------------------------------------- run
 
 
@@ -72,11 +176,10 @@ def run(options: argparse.Namespace) -> None:
     temperature = 0.0 if options.greedy else note.get("temperature", 1.0)
     sampler = Sampler(model, chat.end_ids, chat.banned_ids(model.config.vocab_size), temperature,
                       kv_tokens=max(2**16, 2 * caps.context))
+    print(f"model={options.model} temperature={temperature} {caps}" + ("" if note else " (the paper's: no faca.json)"))
     with tqdm(total=len(tasks) * options.trials, desc="dialogues") as bar:
         records, _ = play_groups(list(enumerate(tasks)), options.trials, (options.seed, STREAM[1]), sampler, chat, caps,
                                  done=lambda record: bar.update())
-    if options.out:
-        save_rollouts(Path(options.out), records)
     seen = set(note.get("trained_on", ()))
     print(f"{'':24}{'tasks':>7}{'trials':>7}{'pass@1':>8}{'unseen':>8}{'do-nothing':>12}{'missing':>9}")
     for domain, rows in by_domain(records).items():
@@ -85,6 +188,8 @@ def run(options: argparse.Namespace) -> None:
         print(f"{domain:24}{len(mine):7}{options.trials:7}{pass_at_1(rows):8.3f}{unseen:8.3f}"
               f"{do_nothing_rate(mine):12.3f}{sum(r.void for r in rows):9}")
     print("\n" + table({"all": figures(records)}))
+    if options.out:
+        save_rollouts(Path(options.out), records)
 
 
 # ----------------------------------------------------------------------------------------------------------- curves
@@ -98,10 +203,11 @@ def curves(options: argparse.Namespace) -> None:
     arms: dict[str, dict[int, tuple[float, float]]] = {}
     for folder, (config, curve) in found.items():
         values = [curve.get(name, float("nan")) for name in names]
-        mean = statistics.fmean(values[1:] or values)  # the first is where all runs start
-        arms.setdefault(arm_of(config), {})[config["seed"]] = values[-1], mean
+        mean = statistics.fmean(list(curve.values())[1:] or curve.values())  # the first is where all runs start
+        if set(curve) == set(names):  # a run that is not finished is shown, and compared with none
+            arms.setdefault(arm_of(config), {})[config["seed"]] = values[-1], mean
         print(f"{folder[-24:]:24}" + "".join(f"{value:10.3f}" for value in values) + f"{mean:8.3f}")
-    base, *others = sorted(arms, key=lambda arm: arm != "grpo")
+    base, *others = sorted(arms, key=lambda arm: arm != "grpo") or [""]
     for arm in others:
         seeds = sorted(set(arms[arm]) & set(arms[base]))
         for i, what in enumerate(("at the end", "mean over the curve")):
@@ -157,8 +263,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         return options
     if options.trials < 1:
         fail(f"--trials must be at least 1, is {options.trials}")
-    if options.out and Path(options.out).exists():
-        fail(f"--out {options.out} exists already; name a new file")
+    if options.out and (Path(options.out).exists() or not Path(options.out).parent.is_dir()):
+        fail(f"--out {options.out} exists already, or its folder does not; name a new file")
     return options
 
 

@@ -314,7 +314,10 @@ def _need_mask(mask: Tensor, shape: torch.Size, name: str) -> None:
 
 
 def _need_segments(segment_NT: Tensor, count: int) -> None:
-    _need(not segment_NT.is_floating_point(), f"segment_NT must hold integers, is {segment_NT.dtype}")
+    _need(not segment_NT.is_floating_point() and segment_NT.dtype != torch.bool,
+          f"segment_NT must hold integers (a U2U index, -1 where masked), is {segment_NT.dtype}")
+    _need(segment_NT.dim() == 2, f"segment_NT must be (N, T), is {tuple(segment_NT.shape)}")
+    segment_NT = segment_NT.long()
     wrong = segment_NT[(segment_NT < -1) | (segment_NT >= count)]
     _need(len(wrong) == 0, f"segment_NT must be -1..{count - 1}, has {wrong[:1].tolist()}")
 

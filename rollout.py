@@ -24,6 +24,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from enum import StrEnum
 from itertools import accumulate
@@ -301,10 +302,12 @@ def stream_seed(*parts: int) -> int:
 
 
 def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, int], sampler, chat: Chat, caps: Caps,
-                void_retries: int = 2, done: Callable[[Rollout], None] | None = None) -> tuple[list[Rollout], int]:
+                void_retries: int = 2, done: Callable[[Rollout], None] | None = None,
+                halt: Callable[[], bool] = lambda: False) -> tuple[list[Rollout], int]:
     """K rollouts of each (group, task), all under way at once; in the order of group and k, with the void tries' count.
 
     key: (seed, step). A void rollout is tried again with a stream of its own, and kept as void after void_retries.
+    As soon as halt() is true the dialogues under way are given up, and none is returned.
     """
     retried = 0
 
@@ -321,7 +324,15 @@ def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, i
         return record
 
     async def everyone() -> list[Rollout]:
-        return await asyncio.gather(*[one(group, task, k) for group, task in groups for k in range(rollouts)])
+        work = asyncio.gather(*[one(group, task, k) for group, task in groups for k in range(rollouts)])
+        while not work.done() and not halt():
+            await asyncio.wait([work], timeout=0.2)
+        if work.done():
+            return work.result()
+        work.cancel()
+        with suppress(asyncio.CancelledError):
+            await work
+        return []
 
     return asyncio.run(everyone()), retried
 

@@ -375,7 +375,11 @@ def load_policy(name: str, seed: int, device: torch.device):
         found = find_policy(name)
         try:
             tokenizer = AutoTokenizer.from_pretrained(found)
-            model = AutoModelForCausalLM.from_pretrained(found, dtype=torch.float32, use_safetensors=True)
+            model, info = AutoModelForCausalLM.from_pretrained(found, dtype=torch.float32, use_safetensors=True,
+                                                               output_loading_info=True)
+            wrong = [*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]]
+            if wrong:
+                raise ValueError(f"{len(wrong)} weights are missing or do not fit, such as {wrong[0]}")
         except Exception as error:  # files of somebody else's making fail in every way there is
             reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
             raise PolicyError(f"model '{name}' can't be loaded: {type(error).__name__}: {reason}") from error

@@ -15,11 +15,9 @@ Axes: G prompts, K rollouts of each, N rollouts, Q segments, T tokens.
 
 import argparse
 import dataclasses
-import json
 import math
 import os
 import random
-import signal
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -28,22 +26,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
-from tqdm import tqdm
 
 import faca
-from env import Task, load_tasks
-from eval import STREAM, figures, table
-from rollout import (Caps, Chat, Rollout, credit_tensors, micro_batches, play_groups, save_rollouts, stream_seed,
-                     summary, token_tensors)
+from env import Task, load_tasks, make_env
+from eval import STREAM, Run, RunStopped, UsageError, all_gather, all_reduce, figures, start_processes, table
+from rollout import (Caps, Chat, Rollout, credit_tensors, micro_batches, play_groups, stream_seed, summary,
+                     token_tensors)
 from sampler import PolicyError, Sampler, find_policy, load_policy, note_of, save_policy, score
-
-class UsageError(ValueError):
-    """The user's mistake, in one line that says what to do. Exit code 2."""
-
-
-class RunStopped(RuntimeError):
-    """The run can't go on, and says why in one line. Exit code 1, and what is done is saved."""
-
 
 def option(tiny, paper, help: str):
     """A field whose default depends on the preset."""
@@ -101,10 +90,11 @@ def parse_config(argv: list[str]) -> Config:
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     preset = preset_of(given.get("model", "tiny"))  # a checkpoint knows the preset that it was trained with
     config = Config(**{f.name: f.metadata[preset] for f in dataclasses.fields(Config)} | given)
-    if config.method == "grpo":
-        if given.get("lam") or config.control != "none":
-            raise UsageError("--method grpo is outcome-only: it takes neither --lam nor --control")
-        config = dataclasses.replace(config, lam=0.0)
+    if config.method != "faca" and (given.get("lam") or config.control != "none"):
+        raise UsageError(f"--method {config.method} uses no reactions: it takes neither --lam nor --control")
+    if config.model != "tiny" and config.method != "sft" and any(name.startswith("sft_") for name in given):
+        raise UsageError(f"--model {config.model} is trained by {config.method} alone: no --sft-... option applies")
+    config = dataclasses.replace(config, lam=config.lam if config.method == "faca" else 0.0)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-s{config.seed}"
     config = dataclasses.replace(config, out=config.out or f"runs/{name}")
     check_config(config)
@@ -127,14 +117,19 @@ def check_config(config: Config) -> None:
                             "sft_lr", "eval_every", "seed"), 0)
     for name, low in least.items():
         value = getattr(config, name)
-        if not low <= value < math.inf:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least {low:g}, is {value}")
+        if not low <= value < 2**31:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least {low:g} and below 2^31, is {value}")
+    if config.control != "none" and config.lam == 0:
+        raise UsageError(f"--control {config.control} does nothing at --lam 0")
     try:
         faca.check_lam(config.lam)
         tasks = load_tasks(config.env, "train")
+        held_out = load_tasks(",".join(sorted({task.domain for task in tasks})), "test")
         find_policy(config.model)
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if {task.id for task in tasks} & {task.id for task in held_out}:
+        raise UsageError(f"--env {config.env} would train on held-out tasks, those that the run is evaluated on")
     if config.prompts > len(tasks):
         raise UsageError(f"--prompts {config.prompts} is more than the {len(tasks)} tasks of {config.env}")
     if Path(config.out).exists() and (not Path(config.out).is_dir() or any(Path(config.out).iterdir())):
@@ -170,10 +165,11 @@ class Trainer:
     def start(self, weight_decay: float) -> None:  # a fresh optimizer, for a phase of its own
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99), weight_decay=weight_decay)
 
-    def roll_out(self, tasks: list[Task], rollouts: int, key: tuple[int, int], done=None) -> tuple[list[Rollout], int]:
-        """This rank's share of the tasks, a group each, and how many void tries were made again."""
+    def roll_out(self, tasks: list[Task], rollouts: int, key: tuple[int, int], run: Run, done=None):
+        """This rank's share of the tasks, a group each, and how many void tries were made again; none after a stop."""
         groups = list(enumerate(tasks))[self.rank::self.world]
-        return play_groups(groups, rollouts, key, self.sampler, self.chat, self.caps, self.config.void_retries, done)
+        return play_groups(groups, rollouts, key, self.sampler, self.chat, self.caps, self.config.void_retries, done,
+                           lambda: run.signalled)
 
     def update(self, records: list[Rollout], lr: float, objective) -> dict[str, float]:
         """One optimizer step on the rollouts of all ranks; every rank runs the same number of forward passes.
@@ -181,7 +177,7 @@ class Trainer:
         objective(logp_NT, old_logp_NT, advantage_NT, mask_NT, denominator) -> (loss, stats) as faca.clipped_loss.
         """
         batches = micro_batches(records, self.config.tokens_per_microbatch)
-        passes = int(all_reduce(len(batches), "max"))
+        passes = int(all_reduce(len(batches), max))
         denominator = all_reduce(sum(s >= 0 for r in records for s in r.segment))
         found = []
         for i in range(passes):
@@ -198,6 +194,8 @@ class Trainer:
             found.append({"loss": loss.item(), "entropy": entropy.item(), "logprob_gap": gap.sum().item()}
                          | {name: value.item() for name, value in stats.items()})
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip).full_tensor().item()
+        if not math.isfinite(norm):
+            raise RunStopped(f"the gradient's norm is {norm}: the run has diverged, try a lower learning rate")
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         self.optimizer.step()
@@ -223,18 +221,6 @@ class Trainer:
         dist.barrier()
 
 
-def all_reduce(value: float, how: str = "sum") -> float:
-    """One number over all ranks: their sum, max or min."""
-    values = all_gather(value)
-    return {"sum": sum, "max": max, "min": min}[how](values)
-
-
-def all_gather(value) -> list:
-    out = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out
-
-
 # ------------------------------------------------------------------------------------------------------- the phases
 
 
@@ -244,7 +230,7 @@ def negative_log_likelihood(logp_NT, old_logp_NT, advantage_NT, mask_NT, denomin
     return -logp_NT[mask_NT].sum() / denominator, stats
 
 
-def warm_up(trainer: Trainer, tasks: list[Task], run: "Run") -> None:
+def warm_up(trainer: Trainer, tasks: list[Task], run: Run) -> None:
     """SFT on the expert's dialogues, played by the same loop as rollouts are, and so rendered and masked alike."""
     from extras.tiny import ExpertSampler
     config = trainer.config
@@ -295,7 +281,7 @@ def assign_credit(trainer: Trainer, records: list[Rollout], step: int) -> dict:
     return summary(everyone) | telemetry | {"signal": bool(advantage_NQ[x["exists_NQ"]].any())}
 
 
-def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: "Run") -> None:
+def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: Run) -> None:
     """Algorithm: roll out, credit, update, as long as there are steps."""
     config = trainer.config
 
@@ -303,11 +289,13 @@ def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: "Run")
         return faca.clipped_loss(logp_NT, old_logp_NT, advantage_NT, mask_NT, config.clip, denominator)
 
     trainer.start(config.weight_decay)
-    bar = run.bar(range(0 if run.stopped() else config.steps), config.method.upper())
+    bar = run.bar(range(config.steps), config.method.upper())
     for step in bar:
         began = time.perf_counter()
         prompts = prompts_of(step, tasks, config)
-        records, retried = trainer.roll_out(prompts, config.rollouts, (config.seed, step))
+        records, retried = trainer.roll_out(prompts, config.rollouts, (config.seed, step), run)
+        if run.stopped():  # asked of all ranks at once: where one was told to, the step is given up by all
+            break
         trainer.trained_on |= {task.id for task in prompts}
         rolled = time.perf_counter()
         counts = assign_credit(trainer, records, step)
@@ -326,9 +314,19 @@ def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: "Run")
         recent = [row["success"] for row in run.rows if row["phase"] == "rl"][-8:]
         bar.set_postfix(success=f"{sum(recent) / len(recent):.2f}", refresh=False)
         if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
-            run.evaluate(trainer, held_out, f"RL step {step + 1}")
-        if run.stopped():
-            break
+            evaluate(trainer, held_out, run, f"RL step {step + 1}")
+
+
+def evaluate(trainer: Trainer, tasks: list[Task], run: Run, name: str) -> None:
+    """Sampled dialogues on held-out tasks; users and streams are the same at every evaluation of every arm."""
+    trials = trainer.config.eval_trials
+    with run.bar(range(len(tasks[trainer.rank::trainer.world]) * trials), f"held-out, {name}") as bar:
+        records, _ = trainer.roll_out(tasks, trials, STREAM, run, lambda record: bar.update())
+    if run.stopped():
+        return
+    light = [dataclasses.replace(r, tokens=[], segment=[], logprobs=[]) for r in records]
+    run.evaluated[name] = figures([r for share in all_gather(light) for r in share])
+    run.log({"phase": "held_out", "at": name} | run.evaluated[name])
 
 
 def prompts_of(step: int, tasks: list[Task], config: Config) -> list[Task]:
@@ -339,110 +337,47 @@ def prompts_of(step: int, tasks: list[Task], config: Config) -> list[Task]:
     return [order[i // len(tasks)][i % len(tasks)] for i in place]
 
 
-# ---------------------------------------------------------------------------------------------------- the run folder
-
-
-class Run:
-    """The run folder (config.json, metrics.jsonl, rollouts/), evaluations, progress bars, and the wish to stop."""
-
-    def __init__(self, config: Config, rank: int):
-        self.config, self.rank, self.path = config, rank, Path(config.out)
-        self.rows: list[dict] = []
-        self.evaluated: dict[str, dict] = {}
-        self.signalled = False
-        if rank == 0:
-            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
-            (self.path / "config.json").write_text(json.dumps(asdict(config), indent=1) + "\n")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.on_signal)
-
-    def on_signal(self, number, frame) -> None:
-        if self.rank == 0 and not self.signalled:
-            tqdm.write("stopping: the step under way is finished, then what is done is saved", file=sys.stderr)
-        self.signalled = True
-
-    def stopped(self) -> bool:
-        """Whether any rank was told to stop; all ranks get the same answer."""
-        self.signalled = bool(all_reduce(self.signalled, "max"))
-        return self.signalled
-
-    def bar(self, steps, name: str) -> tqdm:
-        pause = 0.1 if sys.stderr.isatty() else 10  # seconds between two redraws; a log file wants few
-        return tqdm(steps, name, disable=self.rank != 0, dynamic_ncols=True, mininterval=pause)
-
-    def log(self, row: dict) -> None:
-        self.rows.append(row)
-        if self.rank == 0:
-            with (self.path / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-
-    def keep(self, step: int, records: list[Rollout]) -> None:
-        """The step's rollouts of all ranks, one file."""
-        shares = all_gather(records)
-        if self.rank == 0:
-            every = sorted((r for share in shares for r in share), key=lambda r: (r.group, r.k))
-            save_rollouts(self.path / "rollouts" / f"step-{step:05}.jsonl", every)
-
-    def evaluate(self, trainer: Trainer, tasks: list[Task], name: str) -> None:
-        """Sampled dialogues on held-out tasks; users and streams are the same at every evaluation of every arm."""
-        if self.stopped():
-            return
-        trials = trainer.config.eval_trials
-        with self.bar(range(len(tasks[self.rank::trainer.world]) * trials), f"held-out, {name}") as bar:
-            records, _ = trainer.roll_out(tasks, trials, STREAM, lambda record: bar.update())
-        light = [dataclasses.replace(r, tokens=[], segment=[], logprobs=[]) for r in records]
-        self.evaluated[name] = figures([r for share in all_gather(light) for r in share])
-        self.log({"phase": "held_out", "at": name} | self.evaluated[name])
-
-
-def run_all(config: Config) -> None:
-    """Everything between the options and the table; collective."""
+def run_all(config: Config) -> int:
+    """Everything between the options and the table; collective. Returns the exit code."""
+    run = Run(config)
     trainer = Trainer(config)
-    run = Run(config, trainer.rank)
-    if trainer.rank == 0:
-        print(" ".join(f"{name}={value}" for name, value in asdict(config).items()), file=sys.stderr)
     tasks = load_tasks(config.env, "train")
     domains = ",".join(sorted({task.domain for task in tasks}))
     held_out = load_tasks(domains, "test")
-    run.evaluate(trainer, held_out, "before")
-    if config.model == "tiny" or config.method == "sft":
+    longest = max(len(trainer.chat.open([{"role": "system", "content": env.policy}], env.tools))
+                  for env in map(make_env, tasks))
+    if config.max_context < longest + config.max_message_tokens:
+        raise UsageError(f"--max-context {config.max_context} has no room for a prompt of {longest} and a message")
+    evaluate(trainer, held_out, run, "before")
+    if (config.model == "tiny" or config.method == "sft") and not run.stopped():
         warm_up(trainer, load_tasks(domains, "sft"), run)
         trainer.save(run.path / ("model" if config.method == "sft" else "sft"))
-        run.evaluate(trainer, held_out, "after SFT")
-    if config.method != "sft":
+        evaluate(trainer, held_out, run, "after SFT")
+    if config.method != "sft" and not run.stopped():
         try:
             train(trainer, tasks, held_out, run)
         except RunStopped:  # on all ranks alike; after any other exception they may not meet to save
             trainer.save(run.path / "model")
             raise
         trainer.save(run.path / "model")
-        run.evaluate(trainer, held_out, "after RL")
+        evaluate(trainer, held_out, run, "after RL")
     if trainer.rank == 0:
-        stopped = f"stopped early, after {len(run.rows)} rows of metrics\n" if run.signalled else ""
-        print(f"\n{table(run.evaluated)}\n\n{stopped}run folder: {run.path}")
+        print("\n" + "\n\n".join(filter(None, [table(run.evaluated), run.stop_line(), f"run folder: {run.path}"])))
+    return run.exit_code
 
 
 def main() -> None:
     try:
         config = parse_config(sys.argv[1:])
         start_processes()
-        run_all(config)
-        dist.destroy_process_group()
+        code = run_all(config)
     except (UsageError, PolicyError, RunStopped) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, RunStopped) else 2)
-
-
-def start_processes() -> None:
-    """torchrun's processes, or this one alone. One thread each on CPU: two in one process spin against each other."""
-    on_gpu = torch.cuda.is_available()
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **alone)
+        code = 1 if isinstance(error, RunStopped) else 2
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

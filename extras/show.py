@@ -8,6 +8,7 @@ Colours are left out where the output is no terminal (FORCE_COLOR=1 keeps them, 
 import argparse
 import json
 import os
+import re
 import sys
 
 from rollout import Rollout, RolloutFileError, load_rollouts
@@ -20,7 +21,8 @@ def colours_wanted() -> bool:
 
 
 def paint(text: str, colour: str) -> str:
-    """Every line for itself, so that a pager keeps the colour."""
+    """Every line for itself, so that a pager keeps the colour; control characters in the text are shown as a sign."""
+    text = re.sub(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", "\ufffd", text)
     return "\n".join(f"{colour}{line}{END}" for line in text.split("\n")) if colour and colours_wanted() else text
 
 
@@ -96,7 +98,10 @@ def main() -> None:
     except (LookupError, TypeError, AttributeError) as error:  # messages are free in form: any JSON object passes there
         fail(f"{options.file}: rollout {options.index} is damaged ({type(error).__name__}: {error})")
     sys.stdout.reconfigure(errors="replace")  # what a model says may hold half a surrogate pair
-    print(text)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # the reader has seen enough; what is left in the buffer goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def fail(message: str) -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import faca
@@ -21,8 +23,9 @@ from env import load_tasks
 from rollout import load_rollouts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-SMALL = ("--env", "mini:retail", "--sft-steps", "2", "--sft-dialogues", "1", "--steps", "2", "--prompts", "3",
-         "--rollouts", "3", "--max-messages", "4", "--eval-trials", "1")
+SMALL = ("--env", "mini:retail", "--steps", "2", "--prompts", "3", "--rollouts", "3", "--max-messages", "4",
+         "--eval-trials", "1")
+SFT = ("--sft-steps", "2", "--sft-dialogues", "1")
 
 
 def run(*arguments, ranks=0, **more):
@@ -36,7 +39,7 @@ def run(*arguments, ranks=0, **more):
 def folder(tmp_path_factory):
     """A small run of one process, start to end."""
     out = tmp_path_factory.mktemp("run") / "one"
-    done = run("train.py", *SMALL, "--out", out)
+    done = run("train.py", *SMALL, *SFT, "--out", out)
     assert done.returncode == 0, done.stderr
     return out, done
 
@@ -55,7 +58,10 @@ def rows(folder, phase):
     (["--method", "ppo"], "ppo"), (["--control", "reversed"], "reversed"), (["--lam", "0.6"], "0.6"),
     (["--lam", "nan"], "nan"), (["--rollouts", "1"], "--rollouts"), (["--steps", "-1"], "--steps"),
     (["--prompts", "65"], "64"), (["--lr", "inf"], "--lr"), (["--method", "grpo", "--lam", "0.5"], "grpo"),
-    (["--method", "grpo", "--control", "shifted"], "grpo"), (["--steps", "many"], "many"), (["--nonsense"], "nonsense"),
+    (["--method", "grpo", "--control", "shifted"], "grpo"), (["--control", "shifted", "--lam", "0"], "shifted"),
+    (["--env", "mini:retail/test"], "held-out"), (["--method", "sft", "--lam", "0.1"], "sft"),
+    (["--out", "/dev/null/x"], "/dev/null/x"),
+    (["--steps", "many"], "many"), (["--nonsense"], "nonsense"),
 ])
 def test_the_users_mistake_is_one_line_and_exit_code_2(arguments, named, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
@@ -73,7 +79,7 @@ def test_a_mistake_under_torchrun_is_said_once_by_rank_0():
 
 def test_a_folder_that_holds_another_run_is_refused_and_left_alone(folder):
     before = (folder[0] / "metrics.jsonl").read_bytes()
-    done = run("train.py", *SMALL, "--out", folder[0])
+    done = run("train.py", *SMALL, *SFT, "--out", folder[0])
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and str(folder[0]) in done.stderr
     assert (folder[0] / "metrics.jsonl").read_bytes() == before
 
@@ -88,6 +94,30 @@ def test_eval_names_the_users_mistake_in_one_line(arguments, named, monkeypatch,
         evaluation.main()
     printed = capsys.readouterr().err
     assert exit_.value.code == 2 and named in printed and printed.count("\n") == 1
+
+
+def test_what_only_the_model_can_tell_is_one_line_too(folder, tmp_path):
+    """A context without room for the prompt; checkpoints with a weight missing, or a damaged file."""
+    for name, cut in (("weights", "model.safetensors"), ("note", "faca.json"), ("config", "config.json")):
+        shutil.copytree(folder[0] / "sft", tmp_path / name)
+        (tmp_path / name / cut).write_bytes((tmp_path / name / cut).read_bytes()[:20])
+    short = tmp_path / "short"
+    shutil.copytree(folder[0] / "sft", short)
+    weights = load_file(short / "model.safetensors")
+    save_file({key: w for key, w in weights.items() if "layers.1.mlp.up" not in key}, short / "model.safetensors",
+              metadata={"format": "pt"})
+    for i, arguments in enumerate([("--model", tmp_path / "weights"), ("--model", tmp_path / "note"), ("--model", short),
+                                   ("--model", tmp_path / "config"), ("--max-context", "100")]):
+        done = run("train.py", *SMALL, *arguments, "--out", tmp_path / f"out{i}")
+        assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+        assert done.stderr.splitlines()[-1].startswith("train.py: ") and str(arguments[-1]) in done.stderr
+
+
+def test_a_run_that_diverges_stops_with_one_line_and_keeps_the_last_good_weights(folder, tmp_path):
+    done = run("train.py", *SMALL, "--model", folder[0] / "sft", "--lam=-1e39", "--out", tmp_path / "far")
+    assert done.returncode == 1 and "diverged" in done.stderr and "Traceback" not in done.stderr
+    kept = load_file(tmp_path / "far" / "model" / "model.safetensors")
+    assert all(w.isfinite().all() for w in kept.values())
 
 
 # ------------------------------------------------------------------------------------------------------- options
@@ -177,7 +207,7 @@ def test_both_arms_begin_with_the_same_rollouts_token_for_token_and_differ_in_th
 
 def test_two_ranks_train_as_one(folder, tmp_path):
     """3 groups on 2 ranks: uneven shares, and different numbers of forward passes."""
-    done = run("train.py", *SMALL, "--out", tmp_path / "two", ranks=2)
+    done = run("train.py", *SMALL, *SFT, "--out", tmp_path / "two", ranks=2)
     assert done.returncode == 0, done.stderr
     for one, two in zip(rows(folder[0], "rl"), rows(tmp_path / "two", "rl"), strict=True):
         assert one["success"] == two["success"] and one["segments"] == two["segments"]
@@ -189,7 +219,7 @@ def test_two_ranks_train_as_one(folder, tmp_path):
 
 
 def test_ctrl_c_ends_a_run_with_what_is_done_saved(tmp_path):
-    command = [sys.executable, "train.py", *SMALL, "--steps", "500", "--out", str(tmp_path / "cut")]
+    command = [sys.executable, "train.py", *SMALL, *SFT, "--steps", "500", "--out", str(tmp_path / "cut")]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     first = tmp_path / "cut" / "rollouts" / "step-00000.jsonl"
     deadline = time.monotonic() + 120
@@ -197,7 +227,7 @@ def test_ctrl_c_ends_a_run_with_what_is_done_saved(tmp_path):
         time.sleep(0.2)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0 and "Traceback" not in stderr
+    assert process.returncode == 130 and "Traceback" not in stderr
     assert (tmp_path / "cut" / "model" / "model.safetensors").exists() and "stopped early" in stdout
     assert len(rows(tmp_path / "cut", "rl")) == len(list((tmp_path / "cut" / "rollouts").iterdir()))
 
