@@ -106,8 +106,8 @@ def test_what_only_the_model_can_tell_is_one_line_too(folder, tmp_path):
     weights = load_file(short / "model.safetensors")
     save_file({key: w for key, w in weights.items() if "layers.1.mlp.up" not in key}, short / "model.safetensors",
               metadata={"format": "pt"})
-    for i, arguments in enumerate([("--model", tmp_path / "weights"), ("--model", tmp_path / "note"), ("--model", short),
-                                   ("--model", tmp_path / "config"), ("--max-context", "100")]):
+    wrong = [("--model", folder) for folder in (tmp_path / "weights", tmp_path / "note", short, tmp_path / "config")]
+    for i, arguments in enumerate([*wrong, ("--max-context", "100")]):
         done = run("train.py", *SMALL, *arguments, "--out", tmp_path / f"out{i}")
         assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
         assert done.stderr.splitlines()[-1].startswith("train.py: ") and str(arguments[-1]) in done.stderr
