@@ -131,7 +131,7 @@ class Run:
 
     def on_signal(self, number: int, frame) -> None:
         now = time.monotonic()
-        if self.signalled and now - self.told_at > 2:
+        if self.told_at and now - self.told_at > 2:
             os._exit(128 + number)
         if not self.signalled and self.rank == 0:
             tqdm.write("stopping: what is done is saved (once more to quit without)", file=sys.stderr)
@@ -140,9 +140,10 @@ class Run:
 
     def stopped(self) -> bool:
         """Whether any rank was told to stop; collective, and the same answer on all."""
-        self.exit_code = int(all_reduce(self.exit_code, max))
-        self.signalled = self.exit_code > 0
-        return self.signalled
+        agreed = int(all_reduce(self.exit_code, max))
+        if agreed:  # else what is set stays: a signal may have come in the meantime
+            self.signalled, self.exit_code = True, agreed
+        return agreed > 0
 
     def stop_line(self) -> str:
         return f"stopped early, after {len(self.rows)} rows of metrics" if self.signalled else ""

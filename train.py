@@ -234,8 +234,12 @@ def warm_up(trainer: Trainer, tasks: list[Task], run: Run) -> None:
     """SFT on the expert's dialogues, played by the same loop as rollouts are, and so rendered and masked alike."""
     from extras.tiny import ExpertSampler
     config = trainer.config
-    dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, -1),
-                               ExpertSampler(trainer.chat), trainer.chat, trainer.caps)
+    with run.bar(range(len(tasks) * config.sft_dialogues), "expert") as bar:
+        dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, -1),
+                                   ExpertSampler(trainer.chat), trainer.chat, trainer.caps,
+                                   done=lambda record: bar.update(), halt=lambda: run.signalled)
+    if run.stopped():
+        return
     trainer.trained_on |= {task.id for task in tasks}
     for record in dialogues:
         record.advantage = [0.0] * len(record.strategies)
@@ -339,7 +343,6 @@ def prompts_of(step: int, tasks: list[Task], config: Config) -> list[Task]:
 
 def run_all(config: Config) -> int:
     """Everything between the options and the table; collective. Returns the exit code."""
-    run = Run(config)
     trainer = Trainer(config)
     tasks = load_tasks(config.env, "train")
     domains = ",".join(sorted({task.domain for task in tasks}))
@@ -347,7 +350,8 @@ def run_all(config: Config) -> int:
     longest = max(len(trainer.chat.open([{"role": "system", "content": env.policy}], env.tools))
                   for env in map(make_env, tasks))
     if config.max_context < longest + config.max_message_tokens:
-        raise UsageError(f"--max-context {config.max_context} has no room for a prompt of {longest} and a message")
+        raise UsageError(f"--max-context {config.max_context} has no room for a message after a prompt of {longest}")
+    run = Run(config)
     evaluate(trainer, held_out, run, "before")
     if (config.model == "tiny" or config.method == "sft") and not run.stopped():
         warm_up(trainer, load_tasks(domains, "sft"), run)
