@@ -65,8 +65,8 @@ class Call:
 class Task:
     id: str                   # unique over all domains and splits
     domain: str               # "mini:telecom"
-    split: str                # the split it belongs to, kept so that evaluation knows what was trained on
-    instructions: str         # what the user is told, in prose (an LLM user reads this)
+    split: str                # the split it comes from
+    instructions: str         # what the user is told, in prose, for a user that can read it
     facts: dict               # the same for a scripted user
     state: dict               # the world before the first message
     gold: tuple[Call, ...]    # one way to the right final state, by either side

@@ -9,7 +9,7 @@ tokenizer and no process group: copy it whole into verl, TRL or your own loop (t
     Eq. 4     B^p(x, q) = {f_{i,q} : rollout i of prompt x has a reaction to segment q}   the mask observed_NQ
     Eq. 5     A^p_{k,q} = (f_{k,q} - mu_f(x, q)) / (sigma_f(x, q) + eps)                  process_advantage
     Eq. 6     A_{k,q}   = A^o_k + lambda A^p_{k,q}                                        faca_advantage
-    Eq. 7-8   loss      = -E_{k,t}[min(rho A, clip(rho, 1 - eps, 1 + eps) A)]             token_advantage, clipped_loss
+    Eq. 7-8   loss      = -E_{k,t}[min(rho A, clip(rho, 1 - clip, 1 + clip) A)]           token_advantage, clipped_loss
 
 Axes: N rollouts (all groups of a step together), Q user-to-user (U2U) segments, padded, T tokens, padded. A segment is
 all that the agent emits between two user messages; its reaction is read from the user turn that follows it.
@@ -184,8 +184,8 @@ def clipped_loss(logp_NT: Tensor, old_logp_NT: Tensor, advantage_NT: Tensor, mas
     _need(denominator is None or 0 < denominator < math.inf, f"denominator must be above 0, is {denominator}")
 
     old, advantage = old_logp_NT.detach()[mask_NT], advantage_NT.detach()[mask_NT]
-    log_ratio = _at_least_float(logp_NT[mask_NT]) - _at_least_float(old)
-    ratio = log_ratio.clamp(max=LOG_RATIO_CAP).exp()
+    log_ratio = (_at_least_float(logp_NT[mask_NT]) - _at_least_float(old)).clamp(max=LOG_RATIO_CAP)
+    ratio = log_ratio.exp()
     surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - clip, 1 + clip) * advantage)
     tokens = mask_NT.sum()
     loss = -surrogate.sum() / (tokens.clamp(min=1) if denominator is None else denominator)
@@ -315,7 +315,7 @@ def _need_mask(mask: Tensor, shape: torch.Size, name: str) -> None:
 
 def _need_segments(segment_NT: Tensor, count: int) -> None:
     _need(not segment_NT.is_floating_point() and segment_NT.dtype != torch.bool,
-          f"segment_NT must hold integers (a U2U index, -1 where masked), is {segment_NT.dtype}")
+          f"segment_NT must hold integers (a U2U index, -1 for a token not trained), is {segment_NT.dtype}")
     _need(segment_NT.dim() == 2, f"segment_NT must be (N, T), is {tuple(segment_NT.shape)}")
     segment_NT = segment_NT.long()
     wrong = segment_NT[(segment_NT < -1) | (segment_NT >= count)]

@@ -226,7 +226,8 @@ class Dialogue:
         while not record.stop:
             said = await self.agent_message(q)
             if not said.calls:
-                record.stop = "" if said.text else Stop.EMPTY_MESSAGE
+                if not said.text:
+                    record.stop = Stop.EMPTY_MESSAGE
                 return said.text or None
             results = [{"role": "tool", "content": self.agent_tool(call)} for call in said.calls]
             record.messages += results
@@ -236,7 +237,7 @@ class Dialogue:
                 self.tell(self.chat.delta(results, record.tokens[-1]))
 
     def tell(self, ids: list[int]) -> None:
-        """Appends the ids that lead to the agent's next message, unless a cap leaves none to it."""
+        """Appends the ids that lead to the agent's next message; ends the dialogue where a cap leaves none to it."""
         record, caps = self.record, self.caps
         if sum(m["role"] == "assistant" for m in record.messages) == caps.messages:
             record.stop = Stop.MAX_MESSAGES

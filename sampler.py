@@ -315,10 +315,10 @@ class Sampler:
 
 
 def score(model, tokens_NT: torch.Tensor, mask_NT: torch.Tensor, temperature: float, banned: torch.Tensor):
-    """log pi(token t | tokens before t) at the masked places, 0 elsewhere, and the summed entropy there.
+    """log pi(token t | tokens before t) where mask_NT is True, 0 elsewhere, and the summed entropy there.
 
     The distribution is the one that draw() samples from: temperature applied, banned ids excluded. Logits are made for
-    the masked places alone, never T x V; no attention mask and no cache, so that padding on the right changes nothing.
+    those places alone, never T x V; no attention mask and no cache, so that padding on the right changes nothing.
     """
     hidden_NTD = model.model(input_ids=tokens_NT, use_cache=False).last_hidden_state
     logits_MV = model.lm_head(hidden_NTD[:, :-1][mask_NT[:, 1:]]).float()  # position t-1 predicts token t

@@ -87,6 +87,7 @@ class ScriptedUser(ABC):
     PATIENCE = 3
     GIVE_UP = ("Forget it, I give up.", "This leads nowhere. Goodbye.")
     UNCLEAR = ("What do you mean?", "I don't understand.", "Sorry, what should I do?")
+    FORMS: tuple[tuple[str, str], ...] = ()  # (fact, pattern) of what an agent may get wrong about the user
 
     def __init__(self, facts: dict, act: Callable[..., dict], seed: int):
         self.facts, self.act, self.rng = facts, act, random.Random(seed)

@@ -1,7 +1,7 @@
 """Training: SFT, Interactive GRPO, FACA and its controls in one FSDP2 loop.
 
     torchrun train.py                                  tiny model, embedded domain, two CPU cores: SFT, then FACA
-    torchrun train.py --method grpo --model RUN/model  the matched control, from an SFT checkpoint
+    torchrun train.py --method grpo --model RUN/sft    the matched control, from that run's SFT checkpoint
     torchrun --nproc-per-node 2 train.py               the same on two ranks
 
 One step: G prompts x K rollouts -> rewards and private reactions -> Eq. 6 -> Eqs. 7-8 -> one AdamW step. Interactive
@@ -33,6 +33,8 @@ from eval import STREAM, Run, RunStopped, UsageError, all_gather, all_reduce, fi
 from rollout import (Caps, Chat, Rollout, credit_tensors, micro_batches, play_groups, stream_seed, summary,
                      token_tensors)
 from sampler import PolicyError, Sampler, find_policy, load_policy, note_of, save_policy, score
+EXPERT = -1  # stands for the step in the random streams of the expert's dialogues, as eval.STREAM's does in evaluation
+
 
 def option(tiny, paper, help: str):
     """A field whose default depends on the preset."""
@@ -50,8 +52,8 @@ class Config:
     seed: int = option(0, 0, "of everything random")
     lam: float = option(0.5, 0.5, "lambda of Eq. 6; at most 0.5; negative is the sign-reversed control")
     control: str = option("none", "none", "shifted or randomized reactions (Table 4)")
-    steps: int = option(60, 120, "RL steps")
-    prompts: int = option(8, 16, "prompt groups a step, G")
+    steps: int = option(60, 120, "RL steps (tiny's*)")
+    prompts: int = option(8, 16, "prompt groups a step, G (tiny's*)")
     rollouts: int = option(4, 8, "rollouts a prompt, K*")
     lr: float = option(3e-4, 1e-6, "AdamW's learning rate in RL*")
     warmup: int = option(10, 0, "RL steps of linear warm-up*")
@@ -65,10 +67,10 @@ class Config:
     max_errors: int = option(4, 10, "agent errors (malformed, unknown, refused calls) that end a dialogue*")
     void_retries: int = option(2, 2, "further tries of a rollout whose user or world failed")
     max_void_rate: float = option(0.2, 0.2, "share of void rollouts in a step that stops the run")
-    sft_steps: int = option(200, 200, "SFT steps")
-    sft_batch: int = option(16, 16, "expert dialogues a step")
-    sft_dialogues: int = option(3, 3, "expert dialogues a task of the sft split")
-    sft_lr: float = option(6e-3, 1e-5, "AdamW's peak learning rate in SFT, cosine to 0")
+    sft_steps: int = option(200, 200, "SFT steps*")
+    sft_batch: int = option(16, 16, "expert dialogues a step*")
+    sft_dialogues: int = option(3, 3, "expert dialogues a task of the sft split*")
+    sft_lr: float = option(6e-3, 1e-5, "AdamW's peak learning rate in SFT, cosine to 0*")
     tokens_per_microbatch: int = option(2048, 8192, "padded tokens in one forward pass")
     kv_tokens: int = option(65536, 262144, "tokens that the sampler's cache holds")
     eval_every: int = option(0, 0, "RL steps between evaluations on held-out tasks (0: before and after alone)")
@@ -235,7 +237,7 @@ def warm_up(trainer: Trainer, tasks: list[Task], run: Run) -> None:
     from extras.tiny import ExpertSampler
     config = trainer.config
     with run.bar(range(len(tasks) * config.sft_dialogues), "expert") as bar:
-        dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, -1),
+        dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, EXPERT),
                                    ExpertSampler(trainer.chat), trainer.chat, trainer.caps,
                                    done=lambda record: bar.update(), halt=lambda: run.signalled)
     if run.stopped():
@@ -260,14 +262,15 @@ def warm_up(trainer: Trainer, tasks: list[Task], run: Run) -> None:
 def assign_credit(trainer: Trainer, records: list[Rollout], step: int) -> dict:
     """Eq. 6 on the rollouts of all ranks; writes each record's advantages, returns telemetry and counts of the step."""
     config = trainer.config
-    tokens = [faca.segment_tokens(torch.tensor([r.segment]), len(r.strategies))[0].tolist() for r in records]
+    segment_NT = token_tensors(records, pad_id=0)[1]  # made as the loss's is, so that telemetry checks what is trained
+    tokens = faca.segment_tokens(segment_NT, max([len(r.strategies) for r in records], default=0)).tolist()
     light = [dataclasses.replace(r, tokens=[], segment=[], logprobs=[], messages=[], private=[]) for r in records]
-    every = sorted((pair for share in all_gather(list(zip(light, tokens))) for pair in share),
+    every = sorted((pair for share in all_gather(list(zip(light, tokens, strict=False))) for pair in share),
                    key=lambda pair: (pair[0].group, pair[0].k))
     everyone = [r for r, _ in every]
     x = credit_tensors(everyone)
     reaction_NQ, observed_NQ = x["reaction_NQ"], x["observed_NQ"] & x["valid_N"][:, None]
-    tokens_NQ = torch.tensor([t + [0] * (reaction_NQ.shape[1] - len(t)) for _, t in every]).view(reaction_NQ.shape)
+    tokens_NQ = torch.tensor([t + [0] * (reaction_NQ.shape[1] - len(t)) for _, t in every])
     telemetry = faca.credit_telemetry(x["reward_N"], reaction_NQ, observed_NQ, x["exists_NQ"], tokens_NQ, x["group_N"],
                                       config.lam, x["valid_N"], [r.strategies for r in everyone])
     if config.control == "shifted":
@@ -326,6 +329,7 @@ def evaluate(trainer: Trainer, tasks: list[Task], run: Run, name: str) -> None:
     trials = trainer.config.eval_trials
     with run.bar(range(len(tasks[trainer.rank::trainer.world]) * trials), f"held-out, {name}") as bar:
         records, _ = trainer.roll_out(tasks, trials, STREAM, run, lambda record: bar.update())
+    trainer.sampler.weights_changed()  # what stays cached would round the next rollouts: evaluating changes no run
     if run.stopped():
         return
     light = [dataclasses.replace(r, tokens=[], segment=[], logprobs=[]) for r in records]

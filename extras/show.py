@@ -1,7 +1,7 @@
 """`python rollout.py FILE.jsonl [INDEX]`: one saved rollout in the terminal.
 
 Agent text stands in the colour of its segment's advantage (green above 0, red below, plain at 0), split into its
-outcome and process part; the user's private strategy stands beside each turn; whatever is masked in training is grey.
+outcome and process part; the user's private strategy stands beside each turn; whatever is not trained is grey.
 Colours are left out where the output is no terminal (FORCE_COLOR=1 keeps them, NO_COLOR=1 drops them).
 """
 
@@ -57,7 +57,7 @@ def segment_line(record: Rollout, q: int) -> str:
     if not record.advantage:
         return f"-- segment {q}: {strategy}"
     total, outcome = record.advantage[q], record.outcome_advantage
-    parts = f"outcome {outcome:+.3f} + process {total - outcome:+.3f}"
+    parts = f"outcome {outcome:+.3f} + lambda x process {total - outcome:+.3f}"
     return f"-- segment {q}: advantage {total:+.3f} = {parts}   <- {strategy}"
 
 

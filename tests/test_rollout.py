@@ -355,7 +355,7 @@ def test_the_viewer_shows_private_labels_and_advantages_and_refuses_in_one_line(
     (out, error), (none, refused) = [process.communicate(timeout=60) for process in started]
     assert [process.returncode for process in started] == [0, 2] and not error and not none and "\033" not in out
     for text in ("user      No!   [challenge_solution]", 'put({"thing": "hat"})', '(private) peek({}) -> {"box": ["ha',
-                 "segment 0: advantage -0.750 = outcome +0.250 + process -1.000   <- challenge_solution"):
+                 "segment 0: advantage -0.750 = outcome +0.250 + lambda x process -1.000   <- challenge_solution"):
         assert text in out
     for name, index, why in (("a.jsonl", "2", "has rollouts 0 to 1, not 2"), ("a.jsonl", "1", "rollout 1 is damaged"),
                              ("b.jsonl", "0", "line 1 is no rollout"), ("a.jsonl", "x", "invalid int")):
