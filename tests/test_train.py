@@ -326,3 +326,12 @@ def test_curves_of_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit) as exit_:
         evaluation.curves(evaluation.parse(["curves", str(tmp_path)]))
     assert exit_.value.code == 2 and capsys.readouterr().err.count("\n") == 1
+
+
+def test_evaluating_in_mid_run_changes_no_rollout_after_it(folder, tmp_path):
+    for name, every in (("often", "1"), ("never", "0")):
+        done = run("train.py", "--model", folder[0] / "sft", *SMALL, "--steps", "3", "--lr", "1e-3", "--eval-every", every,
+                   "--out", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+    often, never = (load_rollouts(tmp_path / name / "rollouts" / "step-00002.jsonl") for name in ("often", "never"))
+    assert [(r.tokens, r.logprobs, r.advantage) for r in often] == [(r.tokens, r.logprobs, r.advantage) for r in never]
