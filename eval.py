@@ -1,44 +1,57 @@
-"""Evaluation: what a policy does on tasks, verified by the domain and counted strictly; and the folder of a run.
+"""Evaluation: what a policy does on tasks, verified by the domain and counted strictly.
 
     python eval.py run --model RUN/model --env mini:telecom,mini:retail   held-out tasks, a line for each domain
     python eval.py curves RUN [RUN ...]                                   held-out pass@1 along training, arms compared
 
-pass@1 is the share of dialogues with reward exactly 1 among all that were begun: every ending but the user's own is a
-failure, and one that is void (its user or world failed, after retries) is counted as not passed and named as missing.
-Beside it stands the do-nothing rate, the pass@1 of an agent that never acts. A checkpoint of ours carries the ids of
-the tasks that it was trained on; tasks that it has not seen are also counted apart.
+pass@1 is the share of dialogues with reward exactly 1 among all that were begun: an ending by a limit is a failure, and
+one that is void (its user or world failed, after retries) is counted as not passed and named as missing. Beside it
+stands the do-nothing rate, the pass@1 of an agent that never acts. A checkpoint of ours carries the ids of the tasks
+that it was trained on; tasks that it has not seen are also counted apart. On a benchmark its own limits hold.
 """
 
 import argparse
 import json
-import os
 import signal
 import statistics
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
-from tqdm import tqdm
 
-from env import EnvError, Task, load_tasks, make_env
+from env import WORLDS, EnvError, Task, listing, load_tasks, make_env
 from faca import REACTION
-from rollout import Caps, Chat, Rollout, play_groups, save_rollouts, summary
+from extras.run import progress
+from rollout import Caps, Chat, Rollout, Stop, play_groups, save_rollouts
 from sampler import PolicyError, Sampler, load_policy, note_of
+from simulator import EndpointError, SimulatorError, endpoint_of, extra_for
 
 LABELS = (*REACTION, "invalid")
 STREAM = (0, -2)  # (seed, step) of evaluation: every model meets the same users, and no training step has this key
 
 
-def figures(records: list[Rollout]) -> dict[str, float]:
-    """rollout.summary of the records, pass@1 of each domain, and the share of each strategy among the user turns."""
+def figures(records: list[Rollout], tries: list[Rollout] = ()) -> dict[str, float]:
+    """summary() of the records, pass@1 of each domain, and the share of each strategy among the user turns."""
     labels = Counter(z for r in records if not r.void for z in r.strategies if z is not None)
-    return (summary(records) | {f"pass@1/{domain}": pass_at_1(rows) for domain, rows in by_domain(records).items()}
+    return (summary(records, tries)
+            | {f"pass@1/{domain}": pass_at_1(rows) for domain, rows in by_domain(records).items()}
             | {f"share/{label}": labels[label] / max(labels.total(), 1) for label in LABELS})
+
+
+def summary(records: list[Rollout], tries: list[Rollout] = ()) -> dict[str, float]:
+    """Success (mean reward) of the rollouts that are not void, and counts by stop and by kind of error.
+
+    tries: void ones that were made again; counted, for they are not random: a long dialogue meets more faults.
+    """
+    valid, void = [r for r in records if not r.void], [*tries, *(r for r in records if r.void)]
+    errors = sum((Counter(r.errors) for r in valid), Counter())
+    return {"rollouts": len(records), "void": len(records) - len(valid), "void_retried": len(tries),
+            "success": sum(r.reward for r in valid) / max(len(valid), 1),
+            "ended_on_confirm": sum(r.strategies[-1:] == ["confirm"] and Stop(r.stop).verified for r in valid),
+            **{f"stop/{stop}": n for stop, n in sorted(Counter(str(r.stop) for r in records).items())},
+            **{f"tried_again/{stop}": n for stop, n in sorted(Counter(str(r.stop) for r in tries).items())},
+            "void_segments": sum(len(r.strategies) for r in void) / max(len(void), 1),
+            **{f"errors/{kind}": n for kind, n in sorted(errors.items())}}
 
 
 def pass_at_1(records: list[Rollout]) -> float:
@@ -51,8 +64,18 @@ def by_domain(records: list[Rollout]) -> dict[str, list[Rollout]]:
 
 
 def do_nothing_rate(tasks: list[Task]) -> float:
-    """pass@1 of an agent that says and does nothing, were the user to end the dialogue: the reward's floor."""
-    return sum(make_env(task).reward([]) for task in tasks) / len(tasks)
+    """pass@1 of an agent that says and does nothing, were the user to end the dialogue: the reward's floor.
+
+    What only a judge could grant is not granted.
+    """
+    return sum(make_env(task).reward([], held=False) for task in tasks) / len(tasks)
+
+
+def longest_prompt(tasks: list[Task], chat: Chat) -> int:
+    """Tokens of the longest system prompt with its tools, the least that a dialogue takes."""
+    prompts = {(env.policy, json.dumps(env.tools)) for env in map(make_env, tasks)}
+    return max(len(chat.open([{"role": "system", "content": policy}, {"role": "user", "content": ""}],
+                             json.loads(tools))) for policy, tools in prompts)
 
 
 def table(columns: dict[str, dict[str, float]]) -> str:
@@ -67,130 +90,68 @@ def table(columns: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-# ---------------------------------------------------------------------------------- a run: its ranks, its folder
-
-
-class UsageError(ValueError):
-    """The user's mistake, in one line that says what to do. Exit code 2."""
-
-
-class RunStopped(RuntimeError):
-    """The run can't go on, and says why in one line. Raised on all ranks alike."""
-
-
-def start_processes() -> None:
-    """torchrun's processes, or this one alone. One thread each on CPU: two in one process spin against each other."""
-    on_gpu = torch.cuda.is_available()
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **alone)
-
-
-def all_gather(value) -> list:
-    """The value of every rank, in the order of ranks."""
-    out = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out
-
-
-def all_reduce(value: float, how: Callable = sum) -> float:
-    """One number over all ranks: their sum, max or min."""
-    return how(all_gather(value))
-
-
-class Run:
-    """The folder that training writes and evaluation reads (config.json, metrics.jsonl, rollouts/), and how it ends.
-
-    SIGINT and SIGTERM ask the run to stop: dialogues under way are given up, and what is done is saved. A further one
-    after two seconds quits at once (within them, for torchrun hands on what a terminal has sent already).
-    """
-
-    def __init__(self, config):
-        self.rank, self.path = dist.get_rank(), Path(config.out)
-        self.rows: list[dict] = []
-        self.evaluated: dict[str, dict] = {}
-        self.signalled, self.exit_code, self.told_at = False, 0, 0.0
-        if self.rank == 0:
-            self.claim(config)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.on_signal)
-
-    def claim(self, config) -> None:
-        """Makes the folder this run's own; of two that start at once, one."""
-        options = json.dumps(asdict(config), indent=1) + "\n"
-        try:
-            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
-            with (self.path / "config.json").open("x") as file:
-                file.write(options)
-        except OSError as error:
-            raise UsageError(f"--out {self.path} can't be made this run's folder: {error.strerror or error}") from None
-        print(" ".join(f"{name}={value}" for name, value in asdict(config).items()), file=sys.stderr)
-
-    def on_signal(self, number: int, frame) -> None:
-        now = time.monotonic()
-        if self.told_at and now - self.told_at > 2:
-            os._exit(128 + number)
-        if not self.signalled and self.rank == 0:
-            tqdm.write("stopping: what is done is saved (once more to quit without)", file=sys.stderr)
-        self.told_at = self.told_at or now
-        self.signalled, self.exit_code = True, 128 + number
-
-    def stopped(self) -> bool:
-        """Whether any rank was told to stop; collective, and the same answer on all."""
-        agreed = int(all_reduce(self.exit_code, max))
-        if agreed:  # else what is set stays: a signal may have come in the meantime
-            self.signalled, self.exit_code = True, agreed
-        return agreed > 0
-
-    def stop_line(self) -> str:
-        return f"stopped early, after {len(self.rows)} rows of metrics" if self.signalled else ""
-
-    def bar(self, steps, name: str) -> tqdm:
-        pause = 0.1 if sys.stderr.isatty() else 10  # seconds between two redraws; a log file wants few
-        return tqdm(steps, name, disable=self.rank != 0, dynamic_ncols=True, mininterval=pause)
-
-    def log(self, row: dict) -> None:
-        self.rows.append(row)
-        if self.rank == 0:
-            with (self.path / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-
-    def keep(self, step: int, records: list[Rollout]) -> None:
-        """The step's rollouts of all ranks, one file."""
-        shares = all_gather(records)
-        if self.rank == 0:
-            every = sorted((r for share in shares for r in share), key=lambda r: (r.group, r.k))
-            save_rollouts(self.path / "rollouts" / f"step-{step:05}.jsonl", every)
-
-
 # -------------------------------------------------------------------------------------------------------------- run
 
 
 def run(options: argparse.Namespace) -> None:
     tasks = load_tasks(options.env, "test")
+    endpoint = endpoint_of(options, {task.domain for task in tasks})
+    if endpoint:
+        endpoint.check()
     tokenizer, _, model = load_policy(options.model, 0, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     note, chat = note_of(options.model), Chat(tokenizer)
-    caps = Caps(**note["caps"]) if note else Caps()
+    given = {"context": options.max_context, "message_tokens": options.max_message_tokens}
+    caps = Caps(**note.get("caps", {}) | {name: value for name, value in given.items() if value} | {"official": True})
+    longest = longest_prompt(tasks, chat)
+    if caps.context < longest + caps.message_tokens:
+        fail(f"--max-context {caps.context} has no room for a message of {caps.message_tokens} tokens after a prompt "
+             f"of {longest}")
     temperature = 0.0 if options.greedy else note.get("temperature", 1.0)
     sampler = Sampler(model, chat.end_ids, chat.banned_ids(model.config.vocab_size), temperature,
                       kv_tokens=max(2**16, 2 * caps.context))
-    print(f"model={options.model} temperature={temperature} {caps}" + ("" if note else " (the paper's: no faca.json)"))
-    with tqdm(total=len(tasks) * options.trials, desc="dialogues") as bar:
-        records, _ = play_groups(list(enumerate(tasks)), options.trials, (options.seed, STREAM[1]), sampler, chat, caps,
-                                 done=lambda record: bar.update())
-    seen = set(note.get("trained_on", ()))
+    print(f"model={options.model} user={options.simulator} temperature={temperature}"
+          + ("" if note else " (caps are the paper's: no faca.json)"))
+    for domain, task in {task.domain: task for task in tasks}.items():
+        print(f"on {domain}: {caps.within(make_env(task).limits)}")
+    finished: list[Rollout] = []
+    tries: list[Rollout] = []
+    refusal, told = "", []
+    for number in (signal.SIGINT, signal.SIGTERM):  # the second time it ends at once
+        signal.signal(number, lambda number, _: (told.append(number), signal.signal(number, signal.SIG_DFL)))
+    with progress(range(len(tasks) * options.trials), "dialogues") as bar:
+        def halt() -> bool:
+            bar.set_postfix_str(endpoint.status() if endpoint else "", refresh=False)
+            bar.update(0)
+            return bool(told)
+
+        try:
+            _, tries = play_groups(
+                list(enumerate(tasks)), options.trials, (options.seed, STREAM[1]), sampler, chat, caps,
+                options.void_retries, lambda record: (finished.append(record), bar.update()), halt, endpoint)
+        except SimulatorError as error:
+            refusal = str(error)
+    finished.sort(key=lambda record: (record.group, record.k))
+    if options.out and finished:
+        save_rollouts(Path(options.out), finished)
+    if refusal or told:
+        every = len(tasks) * options.trials
+        print(f"eval.py: {refusal or 'stopped'}; {len(finished)} of {every} dialogues were complete"
+              + (f" and are in {options.out}" if options.out and finished else ""), file=sys.stderr)
+        sys.exit(1 if refusal else 128 + told[0])
+    seen, identity = set(note.get("trained_on", ())), {task.id: task.identity for task in tasks}
     print(f"{'':24}{'tasks':>7}{'trials':>7}{'pass@1':>8}{'unseen':>8}{'do-nothing':>12}{'missing':>9}")
-    for domain, rows in by_domain(records).items():
+    for domain, rows in by_domain(finished).items():
         mine = [task for task in tasks if task.domain == domain]
-        unseen = pass_at_1([r for r in rows if r.task not in seen])
+        unseen = pass_at_1([r for r in rows if identity[r.task] not in seen])
         print(f"{domain:24}{len(mine):7}{options.trials:7}{pass_at_1(rows):8.3f}{unseen:8.3f}"
               f"{do_nothing_rate(mine):12.3f}{sum(r.void for r in rows):9}")
-    print("\n" + table({"all": figures(records)}))
-    if options.out:
-        save_rollouts(Path(options.out), records)
+    print("\n" + table({"all": figures(finished, tries)}))
+    if tries:
+        print(f"\n{len(tries)} void dialogues were played again: "
+              + ", ".join(f"{stop} {n}" for stop, n in Counter(str(r.stop) for r in tries).items()))
+    if endpoint:
+        print("\nuser: " + ", ".join(sorted(set(endpoint.answered.values()))) + "; "
+              + ", ".join(f"{name} {value:,}" for name, value in endpoint.take().items()))
 
 
 # ----------------------------------------------------------------------------------------------------------- curves
@@ -252,9 +213,19 @@ def parse(argv: list[str]) -> argparse.Namespace:
     command = commands.add_parser("run", help="dialogues of a model on tasks, and its pass@1")
     command.set_defaults(function=run)
     command.error = parser.error
-    command.add_argument("--model", required=True, help="a run's model/ (or sft/), or a Hugging Face folder or id")
+    command.add_argument("--model", help="a run's model/ (or sft/), or a Hugging Face folder or id")
     command.add_argument("--env", default="mini:telecom",
-                         help="DOMAIN[/SPLIT], several with commas; the test split if none is named [%(default)s]")
+                         help="DOMAIN[/SPLIT], several with commas [%(default)s]; where no split is named, the "
+                              "official base set, else test; mini:, tau:, tau2: or tau3: alone lists them")
+    command.add_argument("--simulator", default="scripted", help="the user: scripted (mini: alone), or a model's name")
+    command.add_argument("--simulator-url", default="", help="its OpenAI-compatible endpoint; key: SIMULATOR_API_KEY")
+    command.add_argument("--simulator-extra", default="", help="JSON object for the body of each request")
+    command.add_argument("--simulator-timeout", type=float, default=120.0, help="seconds a request [%(default)s]")
+    command.add_argument("--concurrency", type=int, default=128, help="requests in flight at once [%(default)s]")
+    command.add_argument("--judge", default="", help="model at that endpoint for tau3's judged tasks (the simulator)")
+    command.add_argument("--void-retries", type=int, default=2, help="further tries of a void dialogue [%(default)s]")
+    command.add_argument("--max-context", type=int, help="tokens a dialogue (as trained, else 32768)")
+    command.add_argument("--max-message-tokens", type=int, help="tokens an agent message (as trained, else 1024)")
     command.add_argument("--trials", type=int, default=1, help="dialogues a task [%(default)s]")
     command.add_argument("--seed", type=int, default=STREAM[0], help="of users and sampling [%(default)s]")
     command.add_argument("--greedy", action="store_true", help="the likeliest token, not a sampled one")
@@ -262,8 +233,17 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.command != "run":
         return options
-    if options.trials < 1:
-        fail(f"--trials must be at least 1, is {options.trials}")
+    if options.env in {f"{family}:" for family in WORLDS}:
+        print(listing(options.env[:-1]))
+        sys.exit()
+    if not options.model:
+        fail("--model is missing: a run's model/ (or sft/), or a Hugging Face folder or id")
+    least = {"trials": 1, "concurrency": 1, "simulator_timeout": 0.01, "void_retries": 0, "max_context": 1,
+             "max_message_tokens": 1}
+    for name, low in least.items():
+        if (value := getattr(options, name)) is not None and not low <= value < 2**31:
+            fail(f"--{name.replace('_', '-')} must be at least {low}, is {value}")
+    options.simulator_extra = options.simulator_extra or extra_for(options.simulator)
     if options.out and (Path(options.out).exists() or not Path(options.out).parent.is_dir()):
         fail(f"--out {options.out} exists already, or its folder does not; name a new file")
     return options
@@ -279,7 +259,7 @@ def main() -> None:
     try:
         options = parse(sys.argv[1:])
         options.function(options)
-    except (EnvError, PolicyError) as error:
+    except (EnvError, PolicyError, EndpointError, SimulatorError) as error:
         fail(str(error))
 
 

@@ -22,37 +22,43 @@ import asyncio
 import hashlib
 import json
 import re
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
 from pathlib import Path
-from typing import get_args, get_origin
 
 import torch
 
 from env import Call, Task, ToolResult, make_env
 from faca import reaction_of
-from simulator import UserFault, UserTurn, make_user
+from simulator import Endpoint, SimulatorError, UserFault, UserTurn, judged, make_user
 
 
 class Stop(StrEnum):
-    """How a dialogue ended. Only the user's own end is verified; any other is a failure, and void is neither."""
+    """How a dialogue ended. An end by user or agent is verified; any other is a failure, and void is neither."""
 
     USER_CLOSED = "user_closed"            # the user ended it, content
     USER_LEFT = "user_left"                # the user ended it otherwise, for instance out of patience
+    TRANSFER = "transfer"                  # the user was, or a tool of the agent's put it, through to another agent
+    OUT_OF_SCOPE = "out_of_scope"          # the user's instructions had no answer
     MAX_MESSAGES = "max_messages"          # the agent's message cap, a tool call pending or not
+    MAX_STEPS = "max_steps"                # the cap on steps of both sides
     MAX_CONTEXT = "max_context"            # the context is full
-    TOO_MANY_ERRORS = "too_many_errors"    # the agent's error budget is spent
+    TOO_MANY_ERRORS = "too_many_errors"    # the error budget is spent
     EMPTY_MESSAGE = "empty_message"        # the agent said nothing and called nothing
     VOID_USER = "void_user"                # no user turn could be had
+    VOID_USER_ERRORS = "void_user_errors"  # the user's tool errors alone spent the budget
     VOID_WORLD = "void_world"              # the environment broke
 
     @property
     def void(self) -> bool:
-        return self in (Stop.VOID_USER, Stop.VOID_WORLD)
+        return self.startswith("void")
+
+    @property
+    def verified(self) -> bool:
+        return self in (Stop.USER_CLOSED, Stop.USER_LEFT, Stop.TRANSFER, Stop.OUT_OF_SCOPE)
 
 
 @dataclass(frozen=True)
@@ -62,7 +68,14 @@ class Caps:
     messages: int = 30          # agent messages
     message_tokens: int = 1024  # tokens in one of them
     context: int = 32768        # tokens in all
-    errors: int = 10            # of the agent's: malformed calls, unknown tools, refused calls
+    errors: int = 10            # tool errors of both sides: malformed calls, unknown tools, refused calls
+    steps: int = 200            # as tau2 counts them: a message of either side, or the results of its tool calls
+    official: bool = False      # a benchmark's own limits on these but tokens; the user's tool errors make no void
+
+    def within(self, limits: dict[str, int]) -> "Caps":
+        """These for a world with limits of its own: officially its limits, and no cap on what it does not limit."""
+        free = dict.fromkeys(("messages", "errors", "steps"), 10**9)
+        return replace(self, **free | limits) if self.official and limits else self
 
 
 @dataclass
@@ -83,7 +96,7 @@ class Rollout:
     outcome_advantage: float = 0.0                              # Eq. 2, likewise
     reward: float = 0.0
     stop: str = ""
-    errors: dict[str, int] = field(default_factory=dict)        # of the agent's, by kind
+    errors: dict[str, int] = field(default_factory=dict)        # the agent's by kind, and "user"
     messages: list[dict] = field(default_factory=list)          # the public transcript
     private: list[dict] = field(default_factory=list)           # strategies, and the user's own tool calls
 
@@ -186,60 +199,98 @@ def parse_call(body: str) -> Call | str:
 # ---------------------------------------------------------------------------------------------------- the dialogue
 
 
+class WorldFault(Exception):
+    """The environment raised: a bug of the world's, so that the rollout is void."""
+
+
+class Over(Exception):
+    """A limit ended the dialogue in the midst of the user's turn."""
+
+
 class Dialogue:
     """One rollout under way: the world, the user, and the record that they fill."""
 
-    def __init__(self, task: Task, group: int, k: int, seed: int, sampler, chat: Chat, caps: Caps):
-        self.env, self.sampler, self.chat, self.caps = make_env(task), sampler, chat, caps
+    def __init__(self, task: Task, group: int, k: int, seed: int, sampler, chat: Chat, caps: Caps,
+                 endpoint: Endpoint | None = None):
+        self.task, self.sampler, self.chat, self.endpoint = task, sampler, chat, endpoint
         self.record = Rollout(task.id, task.domain, group, k, seed)
-        self.user = make_user(task, self.user_tool, seed)
-        self.user_tools = {t["function"]["name"] for t in self.env.user_tools}
-        self.version = None
+        self.env = make_env(task)
+        self.caps = caps.within(self.env.limits)
+        self.user = make_user(task, self.env.user_tools, self.run_user_tools, seed, endpoint)
+        self.users_own = {t["function"]["name"] for t in self.env.user_tools}
+        self.steps, self.version = 0, None
 
     async def play(self) -> Rollout:
-        """x, then a_q and u_{q+1} in turn until somebody ends it; a verified reward if that was the user."""
-        record = self.record
+        """x, then a_q and u_{q+1} in turn until somebody ends it; a verified reward if that was user or agent."""
+        record, env = self.record, self.env
         try:
             turn = await self.user.open()
-            opener = [{"role": "system", "content": self.env.policy}, {"role": "user", "content": turn.utterance}]
-            self.hear(turn, opener)
-            self.tell(self.chat.open(opener, self.env.tools))
+            if turn.end:
+                raise UserFault("the user ended the dialogue with its first message")
+            record.messages.append({"role": "system", "content": env.policy})
+            record.messages += [{"role": "assistant", "content": env.greeting}] if env.greeting else []
+            self.hear(turn)
+            self.tell(self.chat.open(record.messages, env.tools))
             while (said := await self.agent_segment(len(record.strategies))) is not None:
                 turn = await self.user.reply(said)
-                heard = [{"role": "user", "content": turn.utterance}]
-                self.hear(turn, heard)
+                heard = self.hear(turn)
                 record.strategies[-1], record.reactions[-1] = turn.strategy, reaction_of(turn.strategy)
-                if turn.done:
-                    record.stop = Stop.USER_CLOSED if turn.strategy == "close" else Stop.USER_LEFT
-                    seen = [m["content"] for m in record.messages if m["role"] == "assistant" and "tool_calls" not in m]
-                    record.reward = self.in_world(self.env.reward, seen)
-                else:
+                if turn.end:
+                    record.stop = {"transfer": Stop.TRANSFER, "out_of_scope": Stop.OUT_OF_SCOPE}.get(
+                        turn.end, Stop.USER_CLOSED if turn.strategy == "close" else Stop.USER_LEFT)
+                if not self.limited() and not turn.end:  # a limit wins over the user's end, as in tau2
                     self.tell(self.chat.delta(heard, record.tokens[-1]))
-        except (UserFault, WorldFault) as fault:
-            record.stop = Stop.VOID_USER if isinstance(fault, UserFault) else Stop.VOID_WORLD
-            record.private.append({"turn": len(record.strategies), "fault": str(fault)})
+            if Stop(record.stop).verified:
+                record.reward = await self.verify()
+        except (Over, UserFault, WorldFault) as fault:
+            if not isinstance(fault, Over):
+                record.stop = Stop.VOID_USER if isinstance(fault, UserFault) else Stop.VOID_WORLD
+            if record.void:
+                record.private.append({"turn": len(record.strategies), "fault": str(fault)})
         return record
+
+    async def verify(self) -> float:
+        """The verifier's reward; a judge is asked only where all depends on it."""
+        messages, held = self.record.messages, None
+        if self.task.assertions:
+            if not self.endpoint:
+                raise WorldFault(f"task {self.task.id} needs a judge of its assertions, and there is no endpoint")
+            held = bool(self.in_world(self.env.reward, messages, True))
+            held = held and await judged(self.task.assertions, messages, self.endpoint)
+        return self.in_world(self.env.reward, messages, held)
 
     async def agent_segment(self, q: int) -> str | None:
         """a_q: messages and their tools until one is for the user; its text, or None if the dialogue ended."""
         record = self.record
         while not record.stop:
             said = await self.agent_message(q)
+            self.steps += 1
             if not said.calls:
                 if not said.text:
                     record.stop = Stop.EMPTY_MESSAGE
-                return said.text or None
+                return said.text if said.text and not self.limited() else None
             results = [{"role": "tool", "content": self.agent_tool(call)} for call in said.calls]
             record.messages += results
-            if sum(record.errors.values()) >= self.caps.errors:
-                record.stop = Stop.TOO_MANY_ERRORS
-            else:
+            self.steps += 1
+            if self.env.ended:
+                record.stop = Stop.TRANSFER
+            elif not self.limited():
                 self.tell(self.chat.delta(results, record.tokens[-1]))
+
+    def limited(self) -> bool:
+        """Whether errors or steps are spent; asked, as in tau2, wherever the next word is not the world's."""
+        errors, budget = self.record.errors, self.caps.errors
+        if sum(errors.values()) >= budget:  # where the user alone has spent it, the agent is not to blame
+            users = errors.get("user", 0) >= budget and not self.caps.official
+            self.record.stop = Stop.VOID_USER_ERRORS if users else Stop.TOO_MANY_ERRORS
+        elif self.steps >= self.caps.steps:
+            self.record.stop = Stop.MAX_STEPS
+        return self.record.stop in (Stop.MAX_STEPS, Stop.TOO_MANY_ERRORS, Stop.VOID_USER_ERRORS)
 
     def tell(self, ids: list[int]) -> None:
         """Appends the ids that lead to the agent's next message; ends the dialogue where a cap leaves none to it."""
         record, caps = self.record, self.caps
-        if sum(m["role"] == "assistant" for m in record.messages) == caps.messages:
+        if sum("segment" in m for m in record.messages) >= caps.messages:
             record.stop = Stop.MAX_MESSAGES
         elif len(record.tokens) + len(ids) >= caps.context:
             record.stop = Stop.MAX_CONTEXT
@@ -260,9 +311,9 @@ class Dialogue:
         said = self.chat.parse(sample.tokens)
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} if isinstance(c, Call)
                  else {"malformed": c} for c in said.calls]
-        cut = {"cut": True} if sample.stop == "length" else {}
         record.messages.append({"role": "assistant", "content": said.text, "segment": q}
-                               | ({"tool_calls": calls} if calls else {}) | cut)
+                               | ({"tool_calls": calls} if calls else {})
+                               | ({"cut": True} if sample.stop == "length" else {}))
         return said
 
     def agent_tool(self, call: Call | str) -> str:
@@ -271,19 +322,32 @@ class Dialogue:
         result = (ToolResult(f"Error: {call}.", error=True) if malformed else
                   self.in_world(self.env.call, call.name, call.arguments, "assistant"))
         if result.error:
-            kind = "malformed" if malformed else "authority" if call.name in self.user_tools else "tool"
+            kind = "malformed" if malformed else "authority" if call.name in self.users_own else "tool"
             errors[kind] = errors.get(kind, 0) + 1
         return result.content
 
-    def user_tool(self, name: str, **arguments) -> dict:
-        result = self.in_world(self.env.call, name, arguments, "user")
-        self.record.private.append({"turn": len(self.record.strategies), "tool": name, "arguments": arguments,
-                                    "result": result.content})
-        return self.in_world(json.loads, result.content)  # an error's text is no JSON: a fault, and not the agent's
+    def run_user_tools(self, calls: list[tuple]) -> list[str]:
+        """Runs one round of the user's own calls. They and their results stay between user and world."""
+        record, results = self.record, []
+        for name, arguments in calls:
+            result = self.in_world(self.env.call, name, arguments, "user")
+            if result.error:
+                record.errors["user"] = record.errors.get("user", 0) + 1
+            record.private.append({"turn": len(record.strategies), "tool": name, "arguments": arguments,
+                                   "result": result.content})
+            results.append(result.content)
+        self.steps += 2
+        if self.limited():
+            raise Over("the user's tool errors alone spent the budget")  # told where that made it void
+        return results
 
-    def hear(self, turn: UserTurn, messages: list[dict]) -> None:
-        self.record.messages += messages
-        self.record.private.append({"turn": len(self.record.strategies), "strategy": turn.strategy})
+    def hear(self, turn: UserTurn) -> list[dict]:
+        """Enters the user's turn into both transcripts; what the agent hears of it."""
+        self.record.messages += (heard := [{"role": "user", "content": turn.utterance}])
+        self.record.private.append({"turn": len(self.record.strategies), "strategy": turn.strategy}
+                                   | ({"end": turn.end} if turn.end else {}))
+        self.steps += 1
+        return heard
 
     def in_world(self, function: Callable, *arguments):
         """Calls into the environment; whatever it raises is its own fault, not the agent's."""
@@ -293,10 +357,6 @@ class Dialogue:
             raise WorldFault(f"{type(error).__name__}: {error}") from error
 
 
-class WorldFault(Exception):
-    """The environment raised: a bug of the world's, so that the rollout is void."""
-
-
 def stream_seed(*parts: int) -> int:
     """The random stream of one rollout, from (seed, step, group, k, attempt): the same in any order, on any rank."""
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=7).digest(), "big")
@@ -304,48 +364,44 @@ def stream_seed(*parts: int) -> int:
 
 def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, int], sampler, chat: Chat, caps: Caps,
                 void_retries: int = 2, done: Callable[[Rollout], None] | None = None,
-                halt: Callable[[], bool] = lambda: False) -> tuple[list[Rollout], int]:
-    """K rollouts of each (group, task), all under way at once; in the order of group and k, with the void tries' count.
+                halt: Callable[[], bool] = lambda: False,
+                endpoint: Endpoint | None = None) -> tuple[list[Rollout], list[Rollout]]:
+    """K rollouts of each (group, task), all under way at once: in the order of group and k, and the void tries.
 
     key: (seed, step). A void rollout is tried again with a stream of its own, and kept as void after void_retries.
-    As soon as halt() is true the dialogues under way are given up, and none is returned.
+    As soon as halt() is true the dialogues under way are given up, and none is returned. SimulatorError, once raised by
+    one, ends all, and carries the rollouts that were complete.
     """
-    retried = 0
+    tries: list[Rollout] = []
 
     async def one(group: int, task: Task, k: int) -> Rollout:
-        nonlocal retried
         for attempt in range(void_retries + 1):
             seed = stream_seed(*key, group, k, attempt)
-            record = await Dialogue(task, group, k, seed, sampler, chat, caps).play()
-            if not record.void:
+            record = await Dialogue(task, group, k, seed, sampler, chat, caps, endpoint).play()
+            if not record.void or attempt == void_retries:
                 break
-            retried += attempt < void_retries
+            tries.append(record)
         if done:
             done(record)
         return record
 
     async def everyone() -> list[Rollout]:
-        work = asyncio.gather(*[one(group, task, k) for group, task in groups for k in range(rollouts)])
-        while not work.done() and not halt():
-            await asyncio.wait([work], timeout=0.2)
-        if work.done():
-            return work.result()
-        work.cancel()
-        with suppress(asyncio.CancelledError):
-            await work
-        return []
+        async with endpoint or nullcontext():
+            work = [asyncio.create_task(one(group, task, k)) for group, task in groups for k in range(rollouts)]
+            waiting, failed = set(work), None
+            while waiting and not failed and not halt():
+                over, waiting = await asyncio.wait(waiting, timeout=0.2, return_when=asyncio.FIRST_EXCEPTION)
+                failed = next((task.exception() for task in over if task.exception()), None)
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            if isinstance(failed, SimulatorError):
+                failed.finished = [task.result() for task in work if not task.cancelled() and not task.exception()]
+            if failed:
+                raise failed
+            return [] if waiting else [task.result() for task in work]
 
-    return asyncio.run(everyone()), retried
-
-
-def summary(records: list[Rollout]) -> dict[str, float]:
-    """Success (mean reward) of the rollouts that are not void, and counts by stop and by kind of the agent's errors."""
-    valid = [r for r in records if not r.void]
-    errors = sum((Counter(r.errors) for r in valid), Counter())
-    return {"rollouts": len(records), "void": len(records) - len(valid),
-            "success": sum(r.reward for r in valid) / max(len(valid), 1),
-            **{f"stop/{stop}": n for stop, n in sorted(Counter(str(r.stop) for r in records).items())},
-            **{f"errors/{kind}": n for kind, n in sorted(errors.items())}}
+    return asyncio.run(everyone()), tries
 
 
 # --------------------------------------------------------------------------------------------------------- tensors
@@ -381,63 +437,11 @@ def token_tensors(records: list[Rollout], pad_id: int) -> tuple[torch.Tensor, ..
             padded([r.advantage for r in records], 0.0, torch.float32))
 
 
-def micro_batches(records: list[Rollout], budget: int) -> list[list[Rollout]]:
-    """Records by length, in batches of at most `budget` padded tokens (a longer one alone)."""
-    batches: list[list[Rollout]] = []
-    for record in sorted(records, key=lambda r: len(r.tokens), reverse=True):
-        if batches and len(batches[-1][0].tokens) * (len(batches[-1]) + 1) <= budget:
-            batches[-1].append(record)
-        else:
-            batches.append([record])
-    return batches
-
-
-# ------------------------------------------------------------------------------------------------------------ files
-
-
-class RolloutFileError(ValueError):
-    """A file that is no rollout file; the message is one line that names the file, the line and what is wrong."""
-
-
 def save_rollouts(path: Path, records: list[Rollout]) -> None:
     """One JSON object a line, under a name of its own until it is whole."""
     part = path.with_suffix(".part")
     part.write_text("".join(json.dumps(asdict(r)) + "\n" for r in records))
     part.replace(path)
-
-
-def fits(value, kind) -> bool:
-    """Whether a value out of JSON is of a field's type, such as list[int | None]; an int passes for a float."""
-    if get_origin(kind) in (list, dict):
-        values = value.values() if isinstance(value, dict) else value
-        return isinstance(value, get_origin(kind)) and all(fits(v, get_args(kind)[-1]) for v in values)
-    return isinstance(value, int | float if kind is float else kind)
-
-
-def load_rollouts(path: str | Path) -> list[Rollout]:
-    """Raises RolloutFileError for anything that save_rollouts did not write."""
-    try:
-        lines = Path(path).read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise RolloutFileError(f"{path}: cannot be read as a rollout file ({error})") from None
-    records, kinds = [], {f.name: f.type for f in fields(Rollout)}
-    for number, line in enumerate(lines, 1):
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            raise RolloutFileError(f"{path}: line {number} is not JSON") from None
-        found = found if isinstance(found, dict) else {}
-        wrong = [name for name, kind in kinds.items() if not fits(found.get(name), kind)]
-        if wrong or len(found) > len(kinds):
-            raise RolloutFileError(f"{path}: line {number} is no rollout (wrong: {', '.join(wrong) or 'more fields'})")
-        record = Rollout(**found)
-        if not (len(record.tokens) == len(record.segment) == len(record.logprobs) and record.stop in list(Stop)
-                and len(record.reactions) == len(record.strategies) > max(record.segment, default=-1)):
-            raise RolloutFileError(f"{path}: line {number} is no rollout (lists of unlike length, or no known stop)")
-        records.append(record)
-    if not records:
-        raise RolloutFileError(f"{path}: holds no rollout")
-    return records
 
 
 if __name__ == "__main__":

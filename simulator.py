@@ -1,25 +1,34 @@
 """The frozen user u: each user turn is one visible utterance and one private strategy, named in the same call.
 
 The strategy is for credit alone (faca.py). It reaches no agent prompt, no trained token, and not the utterance. Here
-are a user turn, its extraction from a model's JSON reply, and the scripted users of the embedded domains:
+are a user turn, its extraction from a model's JSON reply, the user that a language model plays, and the endpoint that
+the model stands behind; the scripted users of the embedded domains are in extras/scripted.py, with the same interface:
 
-    user = make_user(task, act, seed)      # act(tool, **arguments) -> dict, the user's own tools, run in the world
-    turn = await user.open()               # UserTurn(utterance, strategy, done): the first message
-    turn = await user.reply(text)          # the next, to the text that the agent showed
+    user = make_user(task, user_tools, act, seed, endpoint)  # act([(tool, arguments), ...]) -> [result, ...]: its tools
+    turn = await user.open()                                 # UserTurn(utterance, strategy, end): the first message
+    turn = await user.reply(text)                            # the next, to the text that the agent showed
 
-A user sees the agent's visible text only, never its tool calls or their results. A scripted user answers from its
-task's facts, in words varied by its seed, and reacts to what the agent said, whoever said it: it looks for what an
-agent may ask or tell (patterns over free text), and what it can't read it asks about. Its patience is finite: messages
-that lead nowhere cost it, and then it gives up (change_mind) and ends. Chosen here, all of it; a scripted user knows
-whether a step worked, so its labels flatter the method compared with a model's.
+A user sees the agent's visible text only, never its think blocks, tool calls or their results. Its own tool calls stay
+between it and the world, within its turn. Of what can go wrong, UserFault makes one rollout void; SimulatorError stops
+the run; neither is ever a reward of 0.
+
+Chosen here, since the paper's prompt and fallback are not public: USER_PROMPT, the keys of the JSON object, what is
+salvaged from a malformed one, at most 10 tool calls a turn, one further request after a blank or malformed reply.
 """
 
+import asyncio
 import json
-import random
+import os
 import re
-from abc import ABC, abstractmethod
+import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import httpx2  # what openai speaks HTTP with
+import openai
+from tqdm import tqdm
 
 from faca import REACTION
 
@@ -28,270 +37,413 @@ class UserFault(Exception):
     """The user gave no turn, by no fault of the agent's: the rollout is void, never a reward of 0."""
 
 
+class SimulatorError(Exception):
+    """The endpoint refuses for good, and says so in one line: the run stops. `finished`: rollouts that are complete."""
+
+    finished: list = []
+
+
+class EndpointError(ValueError):
+    """Options that name no endpoint that could be asked; the message is one line that says what to give."""
+
+
 @dataclass(frozen=True)
 class UserTurn:
-    utterance: str     # what the agent reads
-    strategy: str      # private: a label of Table 1, or "invalid"
-    done: bool = False  # the user ends the dialogue with this turn
+    utterance: str  # what the agent reads
+    strategy: str   # private: a label of Table 1, or "invalid"
+    end: str = ""   # how the user ends the dialogue with this turn, a key of ENDS; "" if it does not
+
+
+# ------------------------------------------------------------------------------------------------------- the prompt
+
+GREETING = "Hi! How can I help you today?"  # what a model user takes the agent to have said first, as in tau-bench
+ENDS = {"stop": "###STOP###", "transfer": "###TRANSFER###", "out_of_scope": "###OUT-OF-SCOPE###"}  # the tau markers
+
+USER_PROMPT = """\
+You play a customer who is writing with a service agent. The scenario at the end says who you are, what you know and
+what you want. You are never the agent, and never do the agent's work.
+
+How you behave
+- One message at a time, short and natural, in your own words; never recite the scenario.
+- One thing at a time. You give a piece of information when the agent asks for it or can't go on without it.
+- You invent nothing. What neither the scenario nor your tools tell you, you don't know, and you say so.
+- What the scenario tells you to insist on, accept or refuse, you do, whatever the agent suggests.
+- If the agent asks you to do several things at once, you say that you can do only one at a time.
+- If you have tools, they are what you can look at and do on your own side. You use one only when the agent asked for it
+  or its question can't be answered otherwise; after an error you try again, better; you tell what really came back.
+- You wait for results: after agreeing to something you don't end the conversation until the agent says it is done.
+
+How you end the conversation: with a marker in your utterance, and not before its time
+- ###STOP### when all that the scenario wants is settled: done, or finally refused.
+- ###TRANSFER### when the agent has said that you are being transferred to another agent.
+- ###OUT-OF-SCOPE### when the scenario does not say enough for you to go on.
+
+Your strategy: beside each utterance you name, privately, what you do in it
+- confirm: you agree, or confirm that a step was done, worked or is right
+- close: what you came for is settled, and you end the conversation
+- reveal_piece: you give information that the agent asked for
+- be_vague: you answer without saying anything definite
+- ask_clarification: you did not understand, or need something explained before you can go on
+- challenge_solution: you object to what the agent says, proposes or has done
+- change_mind: you want something else than before, or give up
+It is for the record alone: never write the strategy's name, or anything about it, in the utterance.
+
+Answer with one json object and nothing else, for example:
+{"strategy": "reveal_piece", "utterance": "It is under the name of Mia Li."}
+
+The scenario
+"""
+AGAIN = "(Answer as the customer, with the one json object alone.)"
 
 
 # ------------------------------------------------------------------------------------------------------ extraction
 
-# Where a reply is no valid JSON, what it was going to say is what a JSON string holds after this key. (The key's name
-# and the fallback are chosen: the paper's Appendix B is not public.)
+# Where a reply is no valid JSON, what it was going to say is what a JSON string holds after this key.
 SALVAGE = re.compile(r'"utterance"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
 ESCAPE = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|u[0-9a-fA-F]{0,3}$)?')  # group 1 where JSON knows it
-PRIVATE = re.compile(rf"(?im)^[^\w\n]*(?:strategy\b.*|(?:{'|'.join(REACTION)})[^\w\n]*)$")  # a line naming it
+LABEL = "|".join(label.replace("_", "[ _-]") for label in REACTION)
+PRIVATE_LINE = re.compile(rf"(?im)^[^\w\n]*(?:strategy\b.*|(?:{LABEL})[^\w\n]*)$")
+PRIVATE = re.compile(  # its repetitions are bounded, for a model may repeat itself without end
+    r"\{[^{}]{0,300}\bstrategy\b[^{}]{0,300}\}"                                          # an object, if it is no JSON
+    rf"|[\[(<*_\"']{{0,3}}\bstrategy\b[\"'*_]{{0,3}}\s{{0,3}}[:=]\s{{0,3}}[\"'*_<\[]{{0,3}}(?:{LABEL})\b[\])>*_\"']{{0,3}}[.,;]?"
+    r"|(?:(?<![^\n])|(?<=[.!?]\s)|(?<=[\[(<*_\"']))strategy[\"'*_]{0,3}\s{0,3}[:=]\s{0,3}[\"'*_<\[]{0,3}[\w-]+[\])>*_\"']{0,3}[.,;]?"
+    rf"|[\[(<{{]{{1,3}}\s{{0,3}}(?:{LABEL})\s{{0,3}}[\])>}}]{{1,3}}"                     # [confirm]
+    rf"|{'|'.join(label for label in REACTION if '_' in label)}", re.IGNORECASE)         # these are no English
 
 
-def extract_turn(reply: str | None) -> UserTurn | None:
-    """A model's reply -> its user turn; None if there is nothing that the agent could be shown.
+@dataclass(frozen=True)
+class Extracted:
+    turn: UserTurn | None  # None if there is nothing that the agent could be shown
+    parsed: bool           # the reply was a JSON object with an utterance
+    cut: int               # places in the utterance that told the strategy, and were cut
 
-    Meant is one JSON object {"strategy": LABEL, "utterance": TEXT, "done": BOOL (false if absent)}, in a code fence or
-    amid prose too. A strategy that is unknown, missing or no string is "invalid". A reply that holds no such object is
-    "invalid" as a whole, and its visible text is salvaged: the utterance as far as it was written, or, where the reply
-    is not JSON at all, the reply itself without a line that names the strategy.
+
+def extract_turn(reply: str | None) -> Extracted:
+    """A model's reply -> its user turn.
+
+    Meant is one JSON object {"strategy": LABEL, "utterance": TEXT}, in a code fence or amid prose too. A strategy that
+    is unknown, missing or no string is "invalid". A reply that holds no such object is "invalid" as a whole, and its
+    visible text is salvaged: the utterance as far as it was written, or, where the reply is not JSON at all, the reply
+    itself without a line that names the strategy. Markers (ENDS) are taken out of the text, and end the dialogue.
     """
     reply = re.sub(r"<think>.*?(</think>|$)", "", reply or "", flags=re.DOTALL).rpartition("</think>")[2]
-    start = re.search(r'\{\s*"', reply)
-    try:
-        found = json.JSONDecoder(strict=False).raw_decode(reply, start.start())[0] if start else None
-    except (ValueError, RecursionError):
-        found = None
-    strategy, done = "invalid", False
-    if found is not None:
-        text = found.get("utterance")
-        if isinstance(found.get("strategy"), str) and found["strategy"] in REACTION:
-            strategy = found["strategy"]
-        done = found.get("done") is True
+    found, strategy, cut = json_object(reply), "invalid", 0
+    text = found.get("utterance") if found else None
+    parsed = isinstance(text, str)
+    if found:
+        named = found.get("strategy").strip().lower() if isinstance(found.get("strategy"), str) else ""
+        strategy = named if named in REACTION else strategy
+        while isinstance(text, str) and isinstance(inner := (json_object(text) or {}).get("utterance"), str):
+            text, cut = inner, cut + 1  # the object once more, inside its own utterance
     elif begun := SALVAGE.search(reply):  # with what JSON doesn't know as an escape, or was cut in one, left out
         text = json.loads(f'"{ESCAPE.sub(lambda m: m[0] if m[1] else "", begun[1])}"', strict=False)
     else:
-        text = "" if "{" in reply else PRIVATE.sub("", reply)  # half an object is not for the agent's eyes
-    text = text.encode(errors="ignore").decode().strip() if isinstance(text, str) else ""  # half a surrogate goes
-    return UserTurn(text, strategy, done) if text else None
+        text = "" if "{" in reply else PRIVATE_LINE.sub("", reply)  # half an object is not for the agent's eyes
+    text = text.encode(errors="ignore").decode() if isinstance(text, str) else ""  # half a surrogate goes
+    end = next((name for name, marker in ENDS.items() if marker in text), "")
+    before = None
+    while text != before:  # what is cut may leave the like behind: reveal_[confirm]piece
+        before, objects = text, [o for o in json_objects(text) if "strategy" in o]
+        for one in objects:
+            text = text.replace(one, "")
+        text, more = PRIVATE.subn("", re.sub("|".join(ENDS.values()), "", text))
+        cut += len(objects) + more
+    text = text.strip()
+    return Extracted(UserTurn(text, strategy, end) if text or end else None, parsed, cut)
 
 
-# ---------------------------------------------------------------------------------------------------- scripted users
+def json_objects(text: str) -> list[str]:
+    """The JSON objects that stand in a text, as they are written; what begins like one and is none ends the search."""
+    found, place = [], 0
+    while start := re.compile(r'\{\s*"').search(text, place):
+        try:
+            place = json.JSONDecoder(strict=False).raw_decode(text, start.start())[1]
+        except (ValueError, RecursionError):
+            break
+        found.append(text[start.start():place])
+    return found
 
-Reaction = tuple[str, str]  # (strategy, utterance)
+
+def json_value(text: str):
+    """A call's arguments; what is no JSON stays text, which the tool refuses."""
+    try:
+        return json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return text
 
 
-class ScriptedUser(ABC):
-    """A user by rule. Subclasses give the opening words and `react`, the strategy and words for what the agent said.
+def json_object(text: str) -> dict | None:
+    """The first JSON object in a text."""
+    found = json_objects(text)
+    return json.loads(found[0], strict=False) if found else None
 
-    Every turn without progress (reaction 0 or -1) costs patience; at the third the user gives up. `close` ends the
-    dialogue.
-    """
 
-    PATIENCE = 3
-    GIVE_UP = ("Forget it, I give up.", "This leads nowhere. Goodbye.")
-    UNCLEAR = ("What do you mean?", "I don't understand.", "Sorry, what should I do?")
-    FORMS: tuple[tuple[str, str], ...] = ()  # (fact, pattern) of what an agent may get wrong about the user
+# -------------------------------------------------------------------------------------------------------- the user
 
-    def __init__(self, facts: dict, act: Callable[..., dict], seed: int):
-        self.facts, self.act, self.rng = facts, act, random.Random(seed)
-        self.patience = self.PATIENCE
-        self.told: set[str] = set()  # what was revealed already
+
+class ModelUser:
+    """The user that a language model plays: one request a turn, and one more for each round of its own tool calls."""
+
+    TOOL_CALLS = 10  # in one turn
+
+    def __init__(self, instructions: str, tools: list[dict], act: Callable[[list[tuple]], list[str]], endpoint):
+        self.tools, self.act, self.endpoint = tools, act, endpoint
+        self.messages = [{"role": "system", "content": USER_PROMPT + instructions}]
 
     async def open(self) -> UserTurn:
-        return UserTurn(self.opening(), "reveal_piece")
+        return await self.reply(GREETING)
 
     async def reply(self, text: str) -> UserTurn:
-        """The user's turn to the agent's visible text; it is awaited, as a model's would be, and does not wait."""
-        strategy, utterance = self.react(" ".join(text.lower().replace("\u2019", "'").split()))
-        self.patience -= REACTION[strategy] <= 0
-        if self.patience == 0:
-            return UserTurn(self.say(*self.GIVE_UP), "change_mind", done=True)
-        return UserTurn(utterance, strategy, done=strategy == "close")
+        """The turn that answers the agent's visible text. Raises UserFault where, asked twice, the model shows none."""
+        self.messages.append({"role": "user", "content": text})
+        found = extract_turn(await self.after_tools())
+        if not found.parsed or not found.turn:
+            self.endpoint.tally["asked_again"] += 1
+            again = extract_turn((await self.ask([*self.messages, {"role": "user", "content": AGAIN}], "none")).content)
+            found = again if again.turn else found
+        self.endpoint.tally["strategy_in_text"] += found.cut
+        turn = found.turn
+        if not turn:
+            raise UserFault("the user model's reply was blank twice, or had nothing to be shown")
+        said = " ".join(filter(None, [turn.utterance, ENDS.get(turn.end)]))
+        own = {"strategy": turn.strategy} if turn.strategy in REACTION else {}  # it is to learn no label of ours
+        own |= {"utterance": said}
+        self.messages.append({"role": "assistant", "content": json.dumps(own, ensure_ascii=False)})
+        return turn
 
-    def say(self, *wordings: str) -> str:
-        return self.rng.choice(wordings)
+    async def after_tools(self) -> str | None:
+        """The model's text, once it has used what it wanted of its tools."""
+        used = 0
+        while True:
+            message = await self.ask(self.messages, "auto" if used < self.TOOL_CALLS else "none")
+            if not message.tool_calls or used >= self.TOOL_CALLS:
+                return message.content
+            calls = [(call.id or f"call_{i}", call.function.name, json_value(call.function.arguments))
+                     for i, call in enumerate(message.tool_calls[:self.TOOL_CALLS - used], used)]
+            used += len(calls)
+            results = self.act([(name, arguments) for _, name, arguments in calls])
+            self.messages.append({"role": "assistant", "content": message.content or "", "tool_calls": [
+                {"id": i, "type": "function", "function": {
+                    "name": name, "arguments": json.dumps(arguments if isinstance(arguments, dict) else {})}}
+                for i, name, arguments in calls]})
+            self.messages += [{"role": "tool", "tool_call_id": i, "content": result}
+                              for (i, _, _), result in zip(calls, results, strict=True)]
 
-    def unclear(self) -> Reaction:
-        return "ask_clarification", self.say(*self.UNCLEAR)
-
-    def reveal(self, what: str, *wordings: str) -> Reaction:
-        """A fact that the agent asked for: progress the first time, a challenge when it is asked for again."""
-        if what in self.told:
-            return "challenge_solution", "I told you: " + self.say(*wordings)
-        self.told.add(what)
-        return "reveal_piece", self.say(*wordings)
-
-    def objection(self, text: str) -> Reaction | None:
-        """To a text that has a fact wrong: names another number, size or address than the user's, and not that."""
-        for name, form in self.FORMS:
-            fact, named = self.facts[name] or "", re.findall(rf"\b(?:{form})\b", text)
-            if named and re.fullmatch(form, fact.lower()) and fact.lower() not in named:
-                return "challenge_solution", f"No, {fact}."
-        return None
-
-    def agree(self, text: str) -> Reaction:
-        """To "shall I go ahead?": confirmed once, then with a shrug, so that asking is no way to farm credit."""
-        if wrong := self.objection(text):
-            return wrong
-        if "agreed" in self.told:
-            return "be_vague", self.say("Whatever you think.", "I don't mind.")
-        self.told.add("agreed")
-        return "confirm", self.say("Yes, please.", "Yes, go ahead.")
-
-    @abstractmethod
-    def opening(self) -> str:
-        """The first utterance: the wish, and nothing that was not asked for."""
-
-    @abstractmethod
-    def react(self, text: str) -> Reaction:
-        """The strategy and the words for an agent's text, given in lower case with single spaces."""
+    async def ask(self, messages: list[dict], choice: str):
+        tools = {"tools": self.tools, "tool_choice": choice} if self.tools else {}
+        return await self.endpoint.chat(messages, **tools)
 
 
-# Ways of asking, in free text. Each is searched within one sentence of lower-case text.
-ASK = (r"(?:what|which|tell|give|provide|share|send|enter|state|verify|let me know|may i|can i|could i|can you|"
-       r"could you|would you|need|require|without|once|confirm|please)")
-OFFER = re.compile(r"\b(?:(?:shall|should|may) (?:i|we) (?!(?:\w+ )?(?:ask|have|know|get|see))"
-                   r"|(?:do you want|would you like) (?:me|us|to)\b"
-                   r"|do you agree|are you ready|(?:go ahead|proceed)\b.*\?|(?:ok|okay|alright|right|correct)\?)")
-
-
-def sentences(text: str) -> list[str]:
-    return re.findall(r"[^.?!]+[.?!]?", text)
-
-
-def asks(text: str, thing: str) -> bool:
-    """A sentence that asks for the thing (a regular expression), or a sentence of the thing with a question mark."""
-    return any(re.search(rf"\b{ASK}\b.*\b(?:{thing})\b|\b(?:{thing})\b.*(?:\bplease\b|\?$)", s)
-               for s in sentences(text))
-
-
-def offers(text: str) -> bool:
-    """A sentence that asks for a yes to what the agent means to do; "anything else?" and "where should I?" do not."""
-    return any(OFFER.search(s) and not re.search(r"\b(?:else|what|which|where)\b", s) for s in sentences(text))
-
-
-class TelecomUser(ScriptedUser):
-    """mini:telecom: looks when asked to, does the one step that it is told to, and says what it then sees."""
-
-    FORMS = (("phone", r"\d{3}"),)
-    # fault -> what an instruction to mend it says, whatever its wording: a verb and the thing, in either order
-    VERB = (r"(?:turn|switch|toggl|disabl|enabl|deactivat|activat|disconnect|reset|re-?seat|remov|re-?insert|insert|"
-            r"take|put|set|stop|restor|exit|leave|close|clear|eject|tap|press|check that|make sure)")
-    THING = {
-        "airplane_mode": r"air ?plane|aeroplane|flight mode",
-        "sim_card": r"sim",
-        "mobile_data": r"(?:mobile|cellular) data",
-        "apn": r"apn|access point",
-        "data_saver": r"data[ -]?saver|data saving",
-        "vpn": r"vpns?",
-    }
-    # No instruction: what is so or not to be done; what the agent has done, will do or proposes to do.
-    TOLD = re.compile(rf"(?<!\bis )(?<!\bare )(?<!\bwas )(?<!\bnot )(?<!n't )(?<!no need to )\b{VERB}")
-    MINE = re.compile(r"\b(?:(?:shall|should|may) i (?!ask)|(?:want|like) me to |(?:i|me|we(?='ve| have))"
-                      rf"(?:'\w+| (?:have|will|can|could|am|just|now|already|also|to))* {VERB})[^,;:]*")
-    ON = r"\b(?:(?:turn|switch|put)(?:ing)? on|(?:mode|data|saver|vpn|it) on(?! your)|(?:enabl|activat)(?:e|ing))\b"
-    OFF = r"\b(?:(?:turn|switch|put)(?:ing)? off|(?:mode|data|saver|vpn|it) off|(?:disabl|deactivat)(?:e|ing))\b"
-    MENDS = {"airplane_mode": (OFF, ON), "mobile_data": (ON, OFF), "data_saver": (OFF, ON), "vpn": (OFF, ON)}
-    LOOK = r"status bar|icons?|see|shows?|shown|screen|symbols?|display|top of"
-    TRY = r"try|tried|test|works?|working|solved|fixed|resolved|back|connected|speed|restart|reboot|browser?|website"
-
-    def opening(self) -> str:
-        return self.say("Hi, my phone has no internet.", "Hello, the internet on my phone is dead.",
-                        "My phone won't go online.")
-
-    def react(self, text: str) -> Reaction:
-        looks = asks(text, self.LOOK) or re.search(rf"\b(?:check|look at) (?:\w+ )*(?:{self.LOOK})\b", text)
-        steps = self.steps_in(text)
-        steps = [fault for fault in steps if fault not in self.told] or ([] if looks else steps)  # "thanks for ..."
-        if len(steps) == 1:
-            return self.take_step(steps[0], text)
-        if len(steps) > 1:
-            return "ask_clarification", self.say("One step at a time, please.", "Which step first?")
-        if offers(text):
-            return self.agree(text)
-        if asks(text, "number|which (?:phone )?line") and not (looks and "phone" in self.told):
-            return self.reveal("phone", f"It is {self.facts['phone']}.", f"My number is {self.facts['phone']}.")
-        if looks or asks(text, "|".join(self.THING.values())):
-            return self.closing() or self.tell_sign()
-        if re.search(rf"\b(?:{self.TRY})\b", text):
-            return self.closing() or ("challenge_solution", self.say("No, it is still dead.", "It does not work."))
-        return self.closing() or self.unclear()
-
-    def steps_in(self, text: str) -> list[str]:
-        """The faults that the text tells to mend. A question about what the user sees is no instruction."""
-        told = [s for s in sentences(self.MINE.sub("", text)) if self.TOLD.search(s)
-                and not (s.endswith("?") and re.match(r" ?(?:is|are|do|does|did|have|has|what|which)\b", s))]
-        if not any(self.things_in(s) for s in told):
-            told = [text] if any(re.search(r"\b(?:it|this|that)\b", s) for s in told) else []  # "Turn it off."
-        return [fault for fault in self.THING if any(fault in self.things_in(s) for s in told)]
-
-    def things_in(self, text: str) -> list[str]:
-        return [fault for fault, thing in self.THING.items() if re.search(rf"\b(?:{thing})\b", text)]
-
-    def take_step(self, fault: str, text: str) -> Reaction:
-        right, wrong = self.MENDS.get(fault, ("", "(?!)"))
-        backwards = re.search(wrong, text) and not re.search(right, text)
-        if backwards or not self.act("do_step", fault=fault)["changed"]:
-            sign = self.sign()
-            words = self.say("That changed nothing, still {}.", "It did not help, I see {}.")
-            return "challenge_solution", words.format(sign)
-        self.told.add(fault)
-        return self.closing() or self.tell_sign("confirm", "Done, now I see {}.", "OK, now there is {}.")
-
-    def tell_sign(self, strategy: str = "reveal_piece", *wordings: str) -> Reaction:
-        """What the status bar shows; asked for again without a change between, it is no news."""
-        sign = self.sign()
-        if sign in self.told:
-            return "be_vague", self.say(f"Still {sign}.", f"As before, {sign}.")
-        self.told.add(sign)
-        return strategy, self.say(*wordings or ("I see {}.", "There is {}.")).format(sign)
-
-    def sign(self) -> str:
-        return self.act("check_status_bar")["shows"] or "no sign, but no internet"
-
-    def closing(self) -> Reaction | None:
-        if self.act("try_internet")["works"]:
-            return "close", self.say("It works now, thank you!", "The internet is back, thanks!")
-        return None
-
-
-class RetailUser(ScriptedUser):
-    """mini:retail: gives the number and the detail when asked, and believes what it is told but for these facts."""
-
-    FORMS = (("order", r"\d{3}"), ("detail", "small|medium|large"), ("detail", r"\d+ \w+ (?:street|road|avenue|lane)"))
-    DONE = (r"(?<!\bbe )\b(?:done|complete|returned|exchanged|changed|updated|processed|refunded|sent|booked|completed|"
-            r"accepted|submitted|initiated|successful|all set|refund (?:is|of)|on its way)\b")
-    OPEN = r"\b(?:if|once|before|until|can|could)\b"  # a sentence about what may yet be done
-    NO = (r"can ?not|can't|unable|(?:not|isn't|don't|doesn't) (?:possible|allow|allowed|eligible|able|accept)|"
-          r"unfortunately|refus(?:e|ed|al)|declined|no longer|too late|outside|beyond")
-    WHY = r"late|days?|delivered|pending|shipped|transit|policy|window"
-
-    def opening(self) -> str:
-        item = self.facts["item"]
-        return {"return": self.say(f"I want to return my {item}.", f"Can I give the {item} back?"),
-                "exchange": self.say(f"I need another size of my {item}.", f"Can I exchange the {item}?"),
-                "address": self.say(f"Please send my {item} to a new address.", f"My {item} needs a new address."),
-                }[self.facts["want"]]
-
-    def react(self, text: str) -> Reaction:
-        detail = self.facts["detail"]
-        if offers(text):
-            return self.agree(text)
-        if asks(text, "(?<!phone )(?<!and )number|order id|which order"):
-            return self.reveal("order", f"It is {self.facts['order']}.", f"My order is {self.facts['order']}.")
-        if detail and asks(text, "size|instead" if self.facts["want"] == "exchange" else "address|where"):
-            return self.reveal("detail", f"To {detail}." if self.facts["want"] == "address" else f"I want {detail}.",
-                               f"{detail}, please.")
-        done = any(re.search(self.DONE, s) and not re.search(self.OPEN, s) for s in sentences(text))
-        if re.search(rf"\b(?:{self.NO})\b", text) or ("sorry" in text and not done):  # not "Done, sorry for the wait"
-            if re.search(rf"\b(?:{self.WHY})\b", text):
-                return "close", self.say("A pity. Goodbye.", "All right, goodbye.")
-            return "challenge_solution", self.say("Why not?", "Why is that?")
-        if done:
-            return self.objection(text) or ("close", self.say("Thank you, goodbye.", "Great, thanks!"))
-        return self.unclear()
-
-
-SCRIPTS: dict[str, type[ScriptedUser]] = {"mini:telecom": TelecomUser, "mini:retail": RetailUser}
-
-
-def make_user(task, act: Callable[..., dict], seed: int) -> ScriptedUser:
-    """The scripted user of the task's domain. act(tool, **arguments) runs one of the user's own tools."""
+def make_user(task, tools: list[dict], act: Callable[[list[tuple]], list[str]], seed: int, endpoint=None):
+    """The user of a task: a model's where there is an endpoint, else the scripted one of the task's domain."""
+    if endpoint:
+        return ModelUser(task.instructions, tools, act, endpoint)
+    from extras.scripted import SCRIPTS
     return SCRIPTS[task.domain](task.facts, act, seed)
+
+
+# ----------------------------------------------------------------------------------------------------- the endpoint
+
+KEY = "SIMULATOR_API_KEY"
+READY = 'Answer with the json object {"ready": true}.'
+RETRIES = 10  # of a request that met 408, 409, 429, 5xx, a time-out or a lost connection: a minute of growing waits
+
+
+class Client(openai.DefaultAsyncHttpxClient):
+    """Bounds the requests in flight, not those that wait to be tried again, and the whole time of each.
+
+    httpx's own time-out is for the next byte, and some servers send blank lines to keep a waiting client.
+    """
+
+    def __init__(self, slots: int, seconds: float, tally: Counter):
+        super().__init__(timeout=None)
+        self.slots, self.seconds, self.tally = asyncio.Semaphore(slots), seconds, tally
+
+    async def send(self, request, **options):
+        async with self.slots:
+            self.tally["retries"] += request.headers.get("x-stainless-retry-count", "0") != "0"
+            try:
+                async with asyncio.timeout(self.seconds):
+                    return await super().send(request, **options)
+            except TimeoutError:
+                raise httpx2.ReadTimeout(f"no answer in {self.seconds:g} s", request=request) from None
+
+
+class Endpoint:
+    """A model behind an OpenAI-compatible chat-completions endpoint, and a tally of what was asked of it.
+
+    At most `concurrency` requests are in flight; one that waits to be tried again is not. Raises EndpointError
+    for options that can't be right. `extra` goes into each request's body as it is. Use it as `async with endpoint:`,
+    once in each event loop.
+    """
+
+    def __init__(self, model: str, url: str, extra: str = "", concurrency: int = 128, timeout: float = 120.0,
+                 judge: str = ""):
+        try:
+            where = urlsplit(url)
+            fits = where.scheme in ("http", "https") and where.hostname and where.port != 0  # raises for a wrong one
+        except ValueError:
+            fits = False
+        if not fits or re.search("[@?#]", url):
+            shown = f"; it is '{url}'" if url and not re.search("[@?#]", url) else ""  # a key may stand in it
+            raise EndpointError(f"--simulator {model} needs --simulator-url, the base url of an OpenAI-compatible "
+                                f"endpoint, as https://HOST/v1, without user name, key or query{shown}")
+        try:
+            self.extra = json.loads(extra or "{}")
+        except ValueError:
+            self.extra = None
+        if not isinstance(self.extra, dict):
+            raise EndpointError(f"--simulator-extra must be one JSON object, is '{extra}'")
+        if not os.environ.get(KEY) and where.hostname not in ("localhost", "127.0.0.1", "::1"):
+            raise EndpointError(f"the environment variable {KEY} is not set: it holds the key for {where.hostname} "
+                                "(any word where the endpoint wants none)")
+        if not re.fullmatch(r"[!-~]*", os.environ.get(KEY, "")):
+            raise EndpointError(f"the environment variable {KEY} holds a space, a line break or another sign of no key")
+        self.model, self.url, self.concurrency, self.timeout = model, url, concurrency, timeout
+        self.judge = judge or model
+        self.tally: Counter = Counter()
+        self.answered: dict[str, str] = {}  # model asked for -> model that last answered
+        self.client, self.retries = None, RETRIES
+
+    async def __aenter__(self):
+        client = Client(self.concurrency, self.timeout, self.tally)
+        self.client = openai.AsyncOpenAI(api_key=os.environ.get(KEY) or "none", base_url=self.url, http_client=client,
+                                         max_retries=self.retries)
+        return self
+
+    async def __aexit__(self, *_):
+        await self.client.close()
+
+    async def chat(self, messages: list[dict], model: str = "", **options):
+        """One completion's message. Raises UserFault after the last retry, SimulatorError where none would help.
+
+        Of a refusal only status and code are told: its text may repeat the key or the prompt.
+        """
+        model = model or self.model
+        self.tally["requests"] += 1
+        self.tally["waiting"] += 1
+        try:
+            raw = await self.client.chat.completions.with_raw_response.create(
+                model=model, messages=messages, response_format={"type": "json_object"}, extra_body=self.extra,
+                **options)
+            answer = raw.parse()
+            message = answer.choices[0].message
+            parts = [message.content or "", *(part for call in message.tool_calls or () for part in (
+                call.id or "", call.function.name, call.function.arguments or ""))]
+            if not all(isinstance(part, str) for part in parts):
+                raise TypeError
+            self.count(model, answer)
+            return message
+        except openai.APIStatusError as error:
+            line = f"{model} at {self.url} answered {error.status_code}{self.told(error)}"
+            if error.status_code in (408, 409, 429) or error.status_code >= 500:
+                raise UserFault(line + self.given_up(error)) from None
+            why = {401: f": it refuses the key in {KEY}", 402: ": the account's balance is used up",
+                   403: f": the key in {KEY} has no right to it", 404: ": no such model or path (does it end in /v1?)",
+                   }.get(error.status_code, ": it refuses the request; see --simulator-extra")
+            raise SimulatorError(line + why) from None
+        except openai.APIConnectionError as error:
+            late = isinstance(error, openai.APITimeoutError)
+            what = f"in {self.timeout:g} s" if late else "(no connection; is the server running?)"
+            raise UserFault(f"{model} at {self.url} gave no answer {what}{self.given_up(error)}") from None
+        except (openai.OpenAIError, ValueError, LookupError, AttributeError, TypeError):
+            self.tally["faults"] += 1
+            raise UserFault(f"{model} at {self.url} answered with something that is no chat completion") from None
+        finally:
+            self.tally["waiting"] -= 1
+
+    def given_up(self, error: openai.APIError) -> str:
+        """Counts a fault and what was tried, and says it."""
+        tried = int(error.request.headers.get("x-stainless-retry-count", 0))
+        self.tally["faults"] += 1
+        return f", {tried + 1} times" if tried else ""
+
+    @staticmethod
+    def told(error: openai.APIStatusError) -> str:
+        """What a refusal names in single words: OpenAI's code, type and parameter."""
+        words = [str(getattr(error, name, None) or "") for name in ("code", "type", "param")]
+        key = os.environ.get(KEY) or "\n"
+        words = [word for word in words if re.fullmatch(r"[a-zA-Z][a-zA-Z_.]{2,39}", word) and key not in word]
+        return f" ({', '.join(words)})" if words else ""
+
+    def count(self, model: str, answer) -> None:
+        usage = getattr(answer, "usage", None)
+        for name in ("prompt_tokens", "completion_tokens"):
+            self.tally[name] += getattr(usage, name, None) or 0
+        now = str(getattr(answer, "model", None) or "unnamed")
+        before = self.answered.setdefault(model, now)
+        if now != before:
+            self.answered[model] = now
+            self.tally["model_changes"] += 1
+            tqdm.write(f"WARNING: for {model} now {now} answers, no longer {before}: the user has changed in the run",
+                       file=sys.stderr)
+
+    def status(self) -> str:
+        """For a progress bar: what is waited for."""
+        return f"{self.tally['waiting']} requests under way, {self.tally['retries']} retries"
+
+    def take(self) -> dict[str, int]:
+        """The tally since it was last taken."""
+        return {name: self.tally.pop(name, 0) for name in (
+            "requests", "retries", "faults", "asked_again", "strategy_in_text", "model_changes", "prompt_tokens",
+            "completion_tokens")}
+
+    def check(self) -> None:
+        """One small request before anything expensive. Raises SimulatorError, one line, where it gets no answer."""
+        async def once():
+            async with self:
+                await self.chat([{"role": "user", "content": READY}])
+        self.retries = 1
+        try:
+            asyncio.run(once())
+        except UserFault as fault:
+            raise SimulatorError(str(fault)) from None
+        finally:
+            self.retries = RETRIES
+
+
+def extra_for(model: str) -> str:
+    """What a model needs in each request's body and its name tells: DeepSeek's thinks, unless told not to."""
+    return '{"thinking": {"type": "disabled"}}' if model.startswith("deepseek-") else ""
+
+
+def endpoint_of(options, domains: set[str], ranks: int = 1) -> Endpoint | None:
+    """The endpoint that --simulator and its kin name, with this rank's share of --concurrency; None for scripted users.
+
+    Raises EndpointError, one line, for options that do not fit each other or the domains.
+    """
+    if options.simulator != "scripted":
+        return Endpoint(options.simulator, options.simulator_url, options.simulator_extra,
+                        max(1, options.concurrency // ranks), options.simulator_timeout, options.judge)
+    from extras.scripted import SCRIPTS
+    for domain in sorted(domains - set(SCRIPTS)):
+        raise EndpointError(f"--env {domain} has no scripted user: name a model with --simulator, and the endpoint "
+                            "that serves it with --simulator-url")
+    for name in ("simulator_url", "simulator_extra", "judge"):
+        if getattr(options, name):
+            raise EndpointError(f"--{name.replace('_', '-')} needs --simulator MODEL: scripted users ask no endpoint")
+    return None
+
+
+# -------------------------------------------------------------------------------------------------------- the judge
+
+JUDGE_PROMPT = """\
+You check a finished conversation between a service agent and a customer against a list of statements. Decide for each,
+by itself, whether the conversation shows it to be true. Judge what the agent did and said, not what it may have meant.
+Answer with one json object and nothing else, a verdict for each statement, in their order, for example:
+{"verdicts": [{"reason": "the agent named the refund", "true": true}]}
+"""
+
+
+async def judged(assertions: tuple[str, ...], messages: list[dict], endpoint: Endpoint) -> bool:
+    """Whether a judge finds every assertion true of the transcript. Raises UserFault where it gives no verdict."""
+    text = "\n".join(f"{m['role']}: {m['content']}" for m in messages if m["role"] != "system")
+    text += "\n\nStatements:\n" + "\n".join(f"{i}. {a}" for i, a in enumerate(assertions, 1))
+    for _ in range(2):
+        message = await endpoint.chat([{"role": "system", "content": JUDGE_PROMPT}, {"role": "user", "content": text}],
+                                      endpoint.judge)
+        found = (json_object(message.content or "") or {}).get("verdicts")
+        verdicts = [v.get("true") if isinstance(v, dict) else None for v in found] if isinstance(found, list) else []
+        if len(verdicts) == len(assertions) and all(isinstance(v, bool) for v in verdicts):
+            return all(verdicts)
+    raise UserFault(f"the judge {endpoint.judge} gave no verdict on {len(assertions)} statements, asked twice")

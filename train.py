@@ -13,14 +13,14 @@ all ranks. What the paper leaves open is chosen: a star in the help, and the lis
 Axes: G prompts, K rollouts of each, N rollouts, Q segments, T tokens.
 """
 
-import argparse
 import dataclasses
 import math
 import os
 import random
 import sys
 import time
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -28,114 +28,15 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
 import faca
-from env import Task, load_tasks, make_env
-from eval import STREAM, Run, RunStopped, UsageError, all_gather, all_reduce, figures, start_processes, table
-from rollout import (Caps, Chat, Rollout, credit_tensors, micro_batches, play_groups, stream_seed, summary,
-                     token_tensors)
-from sampler import PolicyError, Sampler, find_policy, load_policy, note_of, save_policy, score
+from env import EnvError, Task, load_tasks
+from eval import STREAM, figures, longest_prompt, summary, table
+from extras.run import (Config, Run, RunStopped, UsageError, all_gather, all_reduce, parse_config, preset_of,
+                        start_processes, tasks_beside)
+from rollout import Caps, Chat, Rollout, credit_tensors, play_groups, stream_seed, token_tensors
+from sampler import PolicyError, Sampler, load_policy, note_of, save_policy, score
+from simulator import SimulatorError, endpoint_of
+
 EXPERT = -1  # stands for the step in the random streams of the expert's dialogues, as eval.STREAM's does in evaluation
-
-
-def option(tiny, paper, help: str):
-    """A field whose default depends on the preset."""
-    return field(default=None, metadata={"tiny": tiny, "paper": paper, "help": help})
-
-
-@dataclass(frozen=True)
-class Config:
-    """Every option of a run; each field is a flag. "paper" is for any model but the tiny one (* chosen, see README)."""
-
-    method: str = option("faca", "faca", "sft, grpo (Interactive GRPO) or faca")
-    model: str = option("tiny", "tiny", "tiny, or a Hugging Face folder or id; with tiny, RL comes after SFT")
-    env: str = option("mini:telecom", "mini:telecom", "DOMAIN[/SPLIT], several with commas")
-    out: str = option("", "", "run folder (runs/DATE-METHOD-SEED)")
-    seed: int = option(0, 0, "of everything random")
-    lam: float = option(0.5, 0.5, "lambda of Eq. 6; at most 0.5; negative is the sign-reversed control")
-    control: str = option("none", "none", "shifted or randomized reactions (Table 4)")
-    steps: int = option(60, 120, "RL steps (tiny's*)")
-    prompts: int = option(8, 16, "prompt groups a step, G (tiny's*)")
-    rollouts: int = option(4, 8, "rollouts a prompt, K*")
-    lr: float = option(3e-4, 1e-6, "AdamW's learning rate in RL*")
-    warmup: int = option(10, 0, "RL steps of linear warm-up*")
-    weight_decay: float = option(0.0, 0.01, "AdamW's*")
-    grad_clip: float = option(1.0, 1.0, "largest gradient norm*")
-    clip: float = option(0.2, 0.2, "epsilon of Eq. 7, both sides*")
-    temperature: float = option(1.0, 1.0, "of sampling, and of the scored distribution*")
-    max_messages: int = option(16, 30, "agent messages a dialogue*")
-    max_message_tokens: int = option(48, 1024, "tokens an agent message*")
-    max_context: int = option(768, 32768, "tokens a dialogue*")
-    max_errors: int = option(4, 10, "agent errors (malformed, unknown, refused calls) that end a dialogue*")
-    void_retries: int = option(2, 2, "further tries of a rollout whose user or world failed")
-    max_void_rate: float = option(0.2, 0.2, "share of void rollouts in a step that stops the run")
-    sft_steps: int = option(200, 200, "SFT steps*")
-    sft_batch: int = option(16, 16, "expert dialogues a step*")
-    sft_dialogues: int = option(3, 3, "expert dialogues a task of the sft split*")
-    sft_lr: float = option(6e-3, 1e-5, "AdamW's peak learning rate in SFT, cosine to 0*")
-    tokens_per_microbatch: int = option(2048, 8192, "padded tokens in one forward pass")
-    kv_tokens: int = option(65536, 262144, "tokens that the sampler's cache holds")
-    eval_every: int = option(0, 0, "RL steps between evaluations on held-out tasks (0: before and after alone)")
-    eval_trials: int = option(2, 1, "sampled dialogues a held-out task")
-
-
-def parse_config(argv: list[str]) -> Config:
-    """Flags -> the resolved options. Raises UsageError, or exits with the help."""
-    class Parser(argparse.ArgumentParser):
-        def error(self, message):
-            raise UsageError(message)
-
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-    for f in dataclasses.fields(Config):
-        tiny, paper = f.metadata["tiny"], f.metadata["paper"]
-        shown = f" [{tiny}]" if tiny == paper else f" [tiny {tiny}, else {paper}]"
-        parser.add_argument("--" + f.name.replace("_", "-"), type=f.type, metavar=f.type.__name__.upper(),
-                            help=f.metadata["help"] + shown)
-    given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    preset = preset_of(given.get("model", "tiny"))  # a checkpoint knows the preset that it was trained with
-    config = Config(**{f.name: f.metadata[preset] for f in dataclasses.fields(Config)} | given)
-    if config.method != "faca" and (given.get("lam") or config.control != "none"):
-        raise UsageError(f"--method {config.method} uses no reactions: it takes neither --lam nor --control")
-    if config.model != "tiny" and config.method != "sft" and any(name.startswith("sft_") for name in given):
-        raise UsageError(f"--model {config.model} is trained by {config.method} alone: no --sft-... option applies")
-    config = dataclasses.replace(config, lam=config.lam if config.method == "faca" else 0.0)
-    name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-s{config.seed}"
-    config = dataclasses.replace(config, out=config.out or f"runs/{name}")
-    check_config(config)
-    return config
-
-
-def preset_of(model: str) -> str:
-    return "tiny" if model == "tiny" else note_of(model).get("preset", "paper")
-
-
-def check_config(config: Config) -> None:
-    """Raises UsageError for what can be known to be wrong before any work."""
-    for name, known in (("method", ("sft", "grpo", "faca")), ("control", ("none", "shifted", "randomized"))):
-        if getattr(config, name) not in known:
-            raise UsageError(f"no {name} '{getattr(config, name)}'; there are: {', '.join(known)}")
-    least = {"rollouts": 2, "kv_tokens": config.max_context + 16, "temperature": 1e-3, "clip": 1e-9, "grad_clip": 1e-9}
-    least |= dict.fromkeys(("prompts", "max_messages", "max_message_tokens", "max_context", "max_errors", "sft_batch",
-                            "sft_dialogues", "tokens_per_microbatch", "eval_trials"), 1)
-    least |= dict.fromkeys(("steps", "lr", "warmup", "weight_decay", "void_retries", "max_void_rate", "sft_steps",
-                            "sft_lr", "eval_every", "seed"), 0)
-    for name, low in least.items():
-        value = getattr(config, name)
-        if not low <= value < 2**31:
-            raise UsageError(f"--{name.replace('_', '-')} must be at least {low:g} and below 2^31, is {value}")
-    if config.control != "none" and config.lam == 0:
-        raise UsageError(f"--control {config.control} does nothing at --lam 0")
-    try:
-        faca.check_lam(config.lam)
-        tasks = load_tasks(config.env, "train")
-        held_out = load_tasks(",".join(sorted({task.domain for task in tasks})), "test")
-        find_policy(config.model)
-    except ValueError as error:
-        raise UsageError(str(error)) from None
-    if {task.id for task in tasks} & {task.id for task in held_out}:
-        raise UsageError(f"--env {config.env} would train on held-out tasks, those that the run is evaluated on")
-    if config.prompts > len(tasks):
-        raise UsageError(f"--prompts {config.prompts} is more than the {len(tasks)} tasks of {config.env}")
-    if Path(config.out).exists() and (not Path(config.out).is_dir() or any(Path(config.out).iterdir())):
-        raise UsageError(f"--out {config.out} holds something already; name a new folder")
 
 
 # ----------------------------------------------------------------------------------------------------- the trainer
@@ -160,18 +61,50 @@ class Trainer:
         banned = self.chat.banned_ids(self.model.config.vocab_size)
         self.banned = torch.tensor(banned, dtype=torch.long, device=self.device)
         self.sampler = Sampler(replica, self.chat.end_ids, banned, config.temperature, config.kv_tokens)
-        self.caps = Caps(config.max_messages, config.max_message_tokens, config.max_context, config.max_errors)
+        self.caps = Caps(config.max_messages, config.max_message_tokens, config.max_context, config.max_errors,
+                         config.max_dialogue_steps)
+        domains = {task.domain for task in load_tasks(config.env, "train")}
+        self.endpoint = endpoint_of(config, domains, self.world)
         self.optimizer = None
         self.trained_on = set(note_of(config.model).get("trained_on", ()))
 
     def start(self, weight_decay: float) -> None:  # a fresh optimizer, for a phase of its own
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99), weight_decay=weight_decay)
 
-    def roll_out(self, tasks: list[Task], rollouts: int, key: tuple[int, int], run: Run, done=None):
-        """This rank's share of the tasks, a group each, and how many void tries were made again; none after a stop."""
+    def roll_out(self, tasks: list[Task], rollouts: int, key: tuple[int, int], run: Run, name: str, official=False):
+        """This rank's share of the tasks, a group each, and the void tries made again; none after a stop. Collective.
+
+        Where the user's endpoint refuses for good, what is complete is kept, and the run stops on all ranks.
+        """
         groups = list(enumerate(tasks))[self.rank::self.world]
-        return play_groups(groups, rollouts, key, self.sampler, self.chat, self.caps, self.config.void_retries, done,
-                           lambda: run.signalled)
+        tries, refusal = [], ""
+        with run.bar(range(len(groups) * rollouts), name, aside=not official) as bar:
+            def halt() -> bool:
+                if self.endpoint:
+                    bar.set_postfix_str(self.endpoint.status(), refresh=False)
+                    bar.update(0)  # shows it, when it is time to
+                return run.signalled
+
+            try:
+                records, tries = play_groups(
+                    groups, rollouts, key, self.sampler, self.chat, dataclasses.replace(self.caps, official=official),
+                    self.config.void_retries, lambda record: bar.update(), halt, self.endpoint)
+            except SimulatorError as error:
+                records, refusal = error.finished, str(error)
+        refusals = list(filter(None, all_gather(refusal)))
+        if refusals:
+            run.keep(f"{name} unfinished", records)
+            raise RunStopped(f"{refusals[0]}; complete rollouts are kept in {run.path}/rollouts")
+        return records, tries
+
+    def spent(self) -> dict:
+        """What the user's endpoint was asked since the last call, over all ranks. Collective."""
+        if not self.endpoint:
+            return {}
+        shares = all_gather((self.endpoint.take(), sorted(set(self.endpoint.answered.values()))))
+        models = sorted({model for _, answered in shares for model in answered})
+        return {f"simulator/{name}": sum(tally[name] for tally, _ in shares) for name in shares[0][0]} | {
+            "simulator/model": ", ".join(models)}
 
     def update(self, records: list[Rollout], lr: float, objective) -> dict[str, float]:
         """One optimizer step on the rollouts of all ranks; every rank runs the same number of forward passes.
@@ -223,6 +156,17 @@ class Trainer:
         dist.barrier()
 
 
+def micro_batches(records: list[Rollout], budget: int) -> list[list[Rollout]]:
+    """Records by length, in batches of at most `budget` padded tokens (a longer one alone)."""
+    batches: list[list[Rollout]] = []
+    for record in sorted(records, key=lambda r: len(r.tokens), reverse=True):
+        if batches and len(batches[-1][0].tokens) * (len(batches[-1]) + 1) <= budget:
+            batches[-1].append(record)
+        else:
+            batches.append([record])
+    return batches
+
+
 # ------------------------------------------------------------------------------------------------------- the phases
 
 
@@ -242,7 +186,7 @@ def warm_up(trainer: Trainer, tasks: list[Task], run: Run) -> None:
                                    done=lambda record: bar.update(), halt=lambda: run.signalled)
     if run.stopped():
         return
-    trainer.trained_on |= {task.id for task in tasks}
+    trainer.trained_on |= {task.identity for task in tasks}
     for record in dialogues:
         record.advantage = [0.0] * len(record.strategies)
     rng = random.Random(config.seed)
@@ -259,12 +203,13 @@ def warm_up(trainer: Trainer, tasks: list[Task], run: Run) -> None:
     trainer.refresh_sampler()
 
 
-def assign_credit(trainer: Trainer, records: list[Rollout], step: int) -> dict:
+def assign_credit(trainer: Trainer, records: list[Rollout], tries: list[Rollout], step: int) -> dict:
     """Eq. 6 on the rollouts of all ranks; writes each record's advantages, returns telemetry and counts of the step."""
     config = trainer.config
     segment_NT = token_tensors(records, pad_id=0)[1]  # made as the loss's is, so that telemetry checks what is trained
     tokens = faca.segment_tokens(segment_NT, max([len(r.strategies) for r in records], default=0)).tolist()
     light = [dataclasses.replace(r, tokens=[], segment=[], logprobs=[], messages=[], private=[]) for r in records]
+    tries = [dataclasses.replace(r, tokens=[], segment=[], logprobs=[], messages=[], private=[]) for r in tries]
     every = sorted((pair for share in all_gather(list(zip(light, tokens, strict=False))) for pair in share),
                    key=lambda pair: (pair[0].group, pair[0].k))
     everyone = [r for r, _ in every]
@@ -285,7 +230,8 @@ def assign_credit(trainer: Trainer, records: list[Rollout], step: int) -> dict:
         i = place[record.group, record.k]
         record.advantage = advantage_NQ[i, :len(record.strategies)].tolist()
         record.outcome_advantage = outcome_N[i].item()
-    return summary(everyone) | telemetry | {"signal": bool(advantage_NQ[x["exists_NQ"]].any())}
+    tries = [r for share in all_gather(tries) for r in share]
+    return summary(everyone, tries) | telemetry | {"signal": bool(advantage_NQ[x["exists_NQ"]].any())}
 
 
 def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: Run) -> None:
@@ -300,41 +246,51 @@ def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: Run) -
     for step in bar:
         began = time.perf_counter()
         prompts = prompts_of(step, tasks, config)
-        records, retried = trainer.roll_out(prompts, config.rollouts, (config.seed, step), run)
+        records, tries = trainer.roll_out(prompts, config.rollouts, (config.seed, step), run, f"step {step:05}")
         if run.stopped():  # asked of all ranks at once: where one was told to, the step is given up by all
             break
-        trainer.trained_on |= {task.id for task in prompts}
+        trainer.trained_on |= {task.identity for task in prompts}
         rolled = time.perf_counter()
-        counts = assign_credit(trainer, records, step)
-        run.keep(step, records)
-        if counts["void"] > config.max_void_rate * counts["rollouts"]:
-            raise RunStopped(f"{counts['void']} of {counts['rollouts']} rollouts of step {step} are void, above "
-                             f"--max-void-rate {config.max_void_rate}; see {run.path}/rollouts for their stops")
+        counts = assign_credit(trainer, records, tries, step) | trainer.spent()
+        run.keep(f"step {step:05}", records)
+        stop_at_voids(trainer, counts, records, f"step {step}")
         stats = {}
         if counts["signal"]:  # else every advantage is 0 on every rank, and there is no update
             lr = config.lr * min(1.0, (step + 1) / max(config.warmup, 1))
             stats = trainer.update([r for r in records if not r.void], lr, objective)
             trainer.refresh_sampler()
         run.log({"phase": "rl", "step": step} | counts | stats | {
-            "void_retried": int(all_reduce(retried)), "seconds_rollout": rolled - began,
-            "seconds_update": time.perf_counter() - rolled})
+            "seconds_rollout": rolled - began, "seconds_update": time.perf_counter() - rolled})
         recent = [row["success"] for row in run.rows if row["phase"] == "rl"][-8:]
-        bar.set_postfix(success=f"{sum(recent) / len(recent):.2f}", refresh=False)
+        cost = sum(counts.get(f"simulator/{name}", 0) for name in ("prompt_tokens", "completion_tokens"))
+        shown = {"success": f"{sum(recent) / len(recent):.2f}"} | ({"user tokens": f"{cost:,}"} if cost else {})
+        bar.set_postfix(shown, refresh=False)
         if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
             evaluate(trainer, held_out, run, f"RL step {step + 1}")
+
+
+def stop_at_voids(trainer: Trainer, counts: dict, records: list[Rollout], where: str) -> None:
+    """Stops a run whose users or worlds fail too often to be trained or judged on. Collective."""
+    most = trainer.config.max_void_rate
+    if counts["void"] > most * counts["rollouts"]:
+        faults = sum(all_gather(Counter(p["fault"] for r in records for p in r.private if "fault" in p)), Counter())
+        raise RunStopped(f"{counts['void']} of {counts['rollouts']} rollouts of {where} are void, above "
+                         f"--max-void-rate {most}; mostly: {faults.most_common(1)[0][0]}")
 
 
 def evaluate(trainer: Trainer, tasks: list[Task], run: Run, name: str) -> None:
     """Sampled dialogues on held-out tasks; users and streams are the same at every evaluation of every arm."""
     trials = trainer.config.eval_trials
-    with run.bar(range(len(tasks[trainer.rank::trainer.world]) * trials), f"held-out, {name}") as bar:
-        records, _ = trainer.roll_out(tasks, trials, STREAM, run, lambda record: bar.update())
+    records, tries = trainer.roll_out(tasks, trials, STREAM, run, f"held-out, {name}", official=True)
     trainer.sampler.weights_changed()  # what stays cached would round the next rollouts: evaluating changes no run
+    spent = trainer.spent()
     if run.stopped():
         return
-    light = [dataclasses.replace(r, tokens=[], segment=[], logprobs=[]) for r in records]
-    run.evaluated[name] = figures([r for share in all_gather(light) for r in share])
-    run.log({"phase": "held_out", "at": name} | run.evaluated[name])
+    shares = all_gather([[dataclasses.replace(r, tokens=[], segment=[], logprobs=[]) for r in part]
+                         for part in (records, tries)])
+    run.evaluated[name] = figures(*([r for share in shares for r in share[part]] for part in (0, 1)))
+    run.log({"phase": "held_out", "at": name} | run.evaluated[name] | spent)
+    stop_at_voids(trainer, run.evaluated[name], records, f"the evaluation {name}")
 
 
 def prompts_of(step: int, tasks: list[Task], config: Config) -> list[Task]:
@@ -345,20 +301,35 @@ def prompts_of(step: int, tasks: list[Task], config: Config) -> list[Task]:
     return [order[i // len(tasks)][i % len(tasks)] for i in place]
 
 
+def ask_first(config: Config) -> None:
+    """One small request to the user's endpoint before any model is loaded. Collective; raises UsageError."""
+    refusal = ""
+    endpoint = endpoint_of(config, set()) if dist.get_rank() == 0 else None
+    if endpoint:
+        try:
+            endpoint.check()
+        except SimulatorError as error:
+            refusal = str(error)
+    refusal = all_gather(refusal)[0]
+    if refusal:
+        raise UsageError(refusal)
+    if dist.get_rank() == 0 and preset_of(config.model) == "paper" and not note_of(config.model):
+        print(f"warning: the paper's RL starts from an SFT checkpoint; nothing says that {config.model} is one",
+              file=sys.stderr)
+
+
 def run_all(config: Config) -> int:
     """Everything between the options and the table; collective. Returns the exit code."""
     trainer = Trainer(config)
     tasks = load_tasks(config.env, "train")
-    domains = ",".join(sorted({task.domain for task in tasks}))
-    held_out = load_tasks(domains, "test")
-    longest = max(len(trainer.chat.open([{"role": "system", "content": env.policy}], env.tools))
-                  for env in map(make_env, tasks))
+    held_out = tasks_beside(tasks, "test")
+    longest = longest_prompt(tasks + held_out, trainer.chat)
     if config.max_context < longest + config.max_message_tokens:
         raise UsageError(f"--max-context {config.max_context} has no room for a message after a prompt of {longest}")
     run = Run(config)
     evaluate(trainer, held_out, run, "before")
     if (config.model == "tiny" or config.method == "sft") and not run.stopped():
-        warm_up(trainer, load_tasks(domains, "sft"), run)
+        warm_up(trainer, tasks_beside(tasks, "sft"), run)
         trainer.save(run.path / ("model" if config.method == "sft" else "sft"))
         evaluate(trainer, held_out, run, "after SFT")
     if config.method != "sft" and not run.stopped():
@@ -368,7 +339,8 @@ def run_all(config: Config) -> int:
             trainer.save(run.path / "model")
             raise
         trainer.save(run.path / "model")
-        evaluate(trainer, held_out, run, "after RL")
+        if not run.stopped():
+            evaluate(trainer, held_out, run, "after RL")
     if trainer.rank == 0:
         print("\n" + "\n\n".join(filter(None, [table(run.evaluated), run.stop_line(), f"run folder: {run.path}"])))
     return run.exit_code
@@ -376,10 +348,11 @@ def run_all(config: Config) -> int:
 
 def main() -> None:
     try:
-        config = parse_config(sys.argv[1:])
+        config = parse_config(sys.argv[1:], __doc__)
         start_processes()
+        ask_first(config)
         code = run_all(config)
-    except (UsageError, PolicyError, RunStopped) as error:
+    except (UsageError, EnvError, PolicyError, RunStopped) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
         code = 1 if isinstance(error, RunStopped) else 2

@@ -10,10 +10,51 @@ import json
 import os
 import re
 import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import get_args, get_origin
 
-from rollout import Rollout, RolloutFileError, load_rollouts
+from rollout import Rollout, Stop
 
 GREY, GREEN, RED, BOLD, END = "\033[90m", "\033[32m", "\033[31m", "\033[1m", "\033[0m"
+
+
+class RolloutFileError(ValueError):
+    """A file that is no rollout file; the message is one line that names the file, the line and what is wrong."""
+
+
+def fits(value, kind) -> bool:
+    """Whether a value out of JSON is of a field's type, such as list[int | None]; an int passes for a float."""
+    if get_origin(kind) in (list, dict):
+        values = value.values() if isinstance(value, dict) else value
+        return isinstance(value, get_origin(kind)) and all(fits(v, get_args(kind)[-1]) for v in values)
+    return isinstance(value, int | float if kind is float else kind)
+
+
+def load_rollouts(path: str | Path) -> list[Rollout]:
+    """Raises RolloutFileError for anything that save_rollouts did not write."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RolloutFileError(f"{path}: cannot be read as a rollout file ({error})") from None
+    records, kinds = [], {f.name: f.type for f in fields(Rollout)}
+    for number, line in enumerate(lines, 1):
+        try:
+            found = json.loads(line)
+        except (ValueError, RecursionError):
+            raise RolloutFileError(f"{path}: line {number} is not JSON") from None
+        found = found if isinstance(found, dict) else {}
+        wrong = [name for name, kind in kinds.items() if not fits(found.get(name), kind)]
+        if wrong or len(found) > len(kinds):
+            raise RolloutFileError(f"{path}: line {number} is no rollout (wrong: {', '.join(wrong) or 'more fields'})")
+        record = Rollout(**found)
+        if not (len(record.tokens) == len(record.segment) == len(record.logprobs) and record.stop in list(Stop)
+                and len(record.reactions) == len(record.strategies) > max(record.segment, default=-1)):
+            raise RolloutFileError(f"{path}: line {number} is no rollout (lists of unlike length, or no known stop)")
+        records.append(record)
+    if not records:
+        raise RolloutFileError(f"{path}: holds no rollout")
+    return records
 
 
 def colours_wanted() -> bool:
@@ -26,8 +67,8 @@ def paint(text: str, colour: str) -> str:
     return "\n".join(f"{colour}{line}{END}" for line in text.split("\n")) if colour and colours_wanted() else text
 
 
-def show(record: Rollout) -> str:
-    """The dialogue as text."""
+def show(record: Rollout, whole: bool = True) -> str:
+    """The dialogue as text; whole: long prompts and tool results to their last line."""
     trained = sum(s >= 0 for s in record.segment)
     lines = [paint(f"{record.task}  group {record.group}  rollout {record.k}  seed {record.seed}", BOLD),
              f"reward {record.reward:g}  stop {record.stop}  outcome advantage {record.outcome_advantage:+.3f}  "
@@ -36,7 +77,9 @@ def show(record: Rollout) -> str:
     turn, shown = 0, -1
     for message in record.messages:
         role, text = message["role"], message["content"]
-        if role == "assistant":
+        if role == "assistant" and "segment" not in message:
+            lines.append(paint(f"greeting  {text}", GREY))
+        elif role == "assistant":
             q = message["segment"]
             if q != shown:
                 lines.append(segment_line(record, q))
@@ -48,8 +91,13 @@ def show(record: Rollout) -> str:
             lines.append(paint(f"user      {text}", GREY) + f"   [{label}]")
             turn += 1
         else:
-            lines.append(paint(f"{role:10}{text}", GREY))
+            lines.append(paint(f"{role:10}{text if whole else folded(text)}", GREY))
     return "\n".join(lines)
+
+
+def folded(text: str, lines: int = 3) -> str:
+    head = text.split("\n")
+    return text if len(head) <= lines + 1 else "\n".join([*head[:lines], f"[{len(head) - lines} more lines: --whole]"])
 
 
 def segment_line(record: Rollout, q: int) -> str:
@@ -86,6 +134,7 @@ def main() -> None:
     parser.error = fail
     parser.add_argument("file", help="a file of a run's rollouts/")
     parser.add_argument("index", type=int, nargs="?", default=0, help="which of its rollouts, from 0 [%(default)s]")
+    parser.add_argument("--whole", action="store_true", help="long prompts and tool results to their last line")
     options = parser.parse_args()
     try:
         records = load_rollouts(options.file)
@@ -94,7 +143,7 @@ def main() -> None:
     if not 0 <= options.index < len(records):
         fail(f"{options.file} has rollouts 0 to {len(records) - 1}, not {options.index}")
     try:
-        text = show(records[options.index])
+        text = show(records[options.index], options.whole)
     except (LookupError, TypeError, AttributeError) as error:  # messages are free in form: any JSON object passes there
         fail(f"{options.file}: rollout {options.index} is damaged ({type(error).__name__}: {error})")
     sys.stdout.reconfigure(errors="replace")  # what a model says may hold half a surrogate pair

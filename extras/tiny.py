@@ -21,7 +21,7 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from env import DOMAINS, Retail, Telecom
+from extras.mini import DOMAINS, Retail, Telecom
 from rollout import Caps, Chat, play_groups
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

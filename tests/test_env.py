@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from env import DOMAINS, Call, EnvError, Retail, Telecom, communicated, load_tasks, make_env
+from env import Call, EnvError, communicated, load_tasks, make_env
+from extras.mini import DOMAINS, Retail, Telecom
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 fixed = settings(deadline=None, derandomize=True, database=None, max_examples=100)
@@ -27,12 +28,16 @@ def play(env, calls):
     return env
 
 
+def says(*texts):
+    return [{"role": "assistant", "content": text} for text in texts]
+
+
 def said(task):
-    return [f"Done, the refund is {amount}." for amount in task.communicate]
+    return says(*[f"Done, the refund is {amount}." for amount in task.communicate])
 
 
 def wins(task, calls, texts=None):
-    return play(make_env(task), calls).reward(said(task) if texts is None else texts)
+    return play(make_env(task), calls).reward(said(task) if texts is None else says(*texts))
 
 
 def wish(want, allowed=True):
@@ -71,7 +76,7 @@ def test_splits_are_what_the_docstring_promises_and_no_kind_of_test_task_is_trai
 
 
 def test_every_process_generates_the_same_tasks():
-    code = [sys.executable, "-c", "import env; print([c.make_tasks() for c in env.DOMAINS.values()])"]
+    code = [sys.executable, "-c", "from extras import mini; print([c.make_tasks() for c in mini.DOMAINS.values()])"]
     hashed = os.environ | {"PYTHONHASHSEED": "12"}
     assert subprocess.check_output(code, cwd=ROOT, env=hashed, text=True).strip() == repr([*SPLITS.values()])
 
@@ -190,7 +195,7 @@ def test_environments_of_a_task_share_nothing_and_reward_changes_nothing():
         before, one, other = repr(task), make_env(task), make_env(task)
         hashed = other.state_hash()
         assert play(one, task.gold).state_hash() != hashed
-        assert [one.reward(iter(said(task))) for _ in range(2)] + [other.reward(said(task))] == [1.0, 1.0, 0.0]
+        assert [one.reward(said(task)) for _ in range(2)] + [other.reward(said(task))] == [1.0, 1.0, 0.0]
         assert (other.state_hash(), repr(task)) == (hashed, before)
         assert play(other, task.gold).state_hash() == one.state_hash()
 

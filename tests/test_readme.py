@@ -43,5 +43,12 @@ def test_every_flag_of_the_readme_is_one():
         flags = set(re.findall(r"--[a-z-]+", command)) - {"--nproc-per-node"}
         if "eval.py" in command:
             evaluation.parse(command.split()[2:])
-        else:
+        elif "train.py" in command:
             assert flags <= known, command
+        else:
+            written = (ROOT / command.split()[1]).read_text(encoding="utf-8")
+            assert all(f'"{flag}"' in written for flag in flags), command
+
+
+def test_ci_runs_the_readmes_test_command():
+    assert f"```bash\n{(ROOT / '.ci' / 'run').read_text(encoding='utf-8').splitlines()[-1]}\n```" in README

@@ -13,11 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollout as R
-from env import DOMAINS, Call, Env, Task, ToolError, tool
-from extras.show import main, show
+from env import Call, Task, ToolError
+from eval import summary
+from extras.mini import DOMAINS, MiniEnv, tool
+from extras.scripted import SCRIPTS
+from extras.show import RolloutFileError, load_rollouts, main, show
 from extras.tiny import call, make_tokenizer
 from sampler import Sample
-from simulator import SCRIPTS, UserFault, UserTurn
+from simulator import UserFault, UserTurn
+from train import micro_batches
 
 TOKENIZER = make_tokenizer()  # the tiny one, with bytes for words
 CHAT = R.Chat(TOKENIZER)
@@ -29,8 +33,8 @@ BUGS, SEEN, MEET = [], [], [None]  # what the world still raises; what users wer
 CLOSE, OK, DROP = ("close", "Bye.", True), ("confirm", "OK.", False), ("close", "drop", True)
 
 
-class Box(Env):
-    domain, policy = "test:box", "You keep a box."
+class Box(MiniEnv):
+    domain, policy = "mini:box", "You keep a box."
 
     @tool("assistant")
     def put(self, thing: str) -> dict:
@@ -65,8 +69,8 @@ class Script:
         if utterance == "meet":
             await asyncio.wait_for(MEET[0].wait(), 5)
         if utterance.startswith("peek"):
-            self.act(utterance)
-        return UserTurn(utterance, strategy, done)
+            self.act([(utterance, {})])
+        return UserTurn(utterance, strategy, "stop" if done else "")
 
 
 class Stub:
@@ -97,7 +101,7 @@ def ids_of(text):
 
 def task(*turns):
     gold = (Call("put", {"thing": "hat"}),)
-    return Task("test:box/0", Box.domain, "train", "", {"turns": turns}, {"box": []}, gold, communicate=("done",))
+    return Task("mini:box/0", Box.domain, "train", "", {"turns": turns}, {"box": []}, gold, communicate=("done",))
 
 
 def play(*texts, turns=(CLOSE,), chat=CHAT, learns=False, **caps):
@@ -223,7 +227,15 @@ def test_the_strategy_reaches_no_prompt_no_token_and_no_message():
     ([""], [CLOSE], {}, "empty_message", 0.0, 1, [None]),
     (["<think>Done.</think>"], [CLOSE], {}, "empty_message", 0.0, 1, [None]),
     ([HAT, "Hm?"], [OK, DROP], {}, "void_user", 0.0, 4, ["confirm", None]),
-    ([HAT, "Hm?"], [("close", "peek too", True)], {}, "void_world", 0.0, 3, [None]),  # the user has no such tool
+    ([HAT, "Hm?"], [("close", "peek too", True)], {"errors": 1}, "void_user_errors", 0.0, 3, [None]),  # no such tool
+    ([HAT, "Hm?"], [("close", "peek too", True)], {"errors": 1, "official": True}, "too_many_errors", 0.0, 3, [None]),
+    ([BAD, "Hm?"], [("close", "peek too", True)], {"errors": 2}, "too_many_errors", 0.0, 3, [None]),  # both have erred
+    ([HAT, "Hm?"], [OK] * 9, {"steps": 6}, "max_steps", 0.0, 4, ["confirm", None]),  # u, a, tool, a, u, a
+    ([HAT, "Hm?"], [OK] * 9, {"steps": 5}, "max_steps", 0.0, 3, ["confirm"]),
+    ([HAT, "Hm?"], [OK] * 9, {"steps": 3}, "max_steps", 0.0, 2, [None]),
+    ([HAT, "Done."], [CLOSE], {"steps": 5}, "max_steps", 0.0, 3, ["close"]),  # as tau2: the cap wins over the end
+    ([HAT, "Done."], [CLOSE], {"steps": 6}, "user_closed", 1.0, 3, ["close"]),
+    ([HAT, "Hm?"], [("confirm", "peek", False)] * 9, {"steps": 6}, "max_steps", 0.0, 3, [None]),  # two for its tool
     ([HAT, BUG], [CLOSE], {}, "void_world", 0.0, 3, [None]),
 ])
 def test_every_ending_has_a_name_and_only_the_users_own_is_verified(texts, turns, caps, stop, reward, own, labels):
@@ -233,6 +245,39 @@ def test_every_ending_has_a_name_and_only_the_users_own_is_verified(texts, turns
     assert sum(m["role"] in ("assistant", "tool") for m in record.messages) == own
     assert record.void == stop.startswith("void") == any("fault" in p for p in record.private)
     assert len(record.tokens) <= R.Caps(**caps).context and len(stub.asked) <= R.Caps(**caps).messages
+
+
+def test_a_greeting_stands_in_the_agents_history_masked_and_in_no_segment(monkeypatch):
+    monkeypatch.setattr(Box, "greeting", "Hi! What is it?")
+    record, _ = play(HAT, "Done.", messages=2)
+    assert [(m["role"], m.get("segment")) for m in record.messages] == [
+        ("system", None), ("assistant", None), ("user", None), ("assistant", 0), ("tool", None), ("assistant", 0),
+        ("user", None)]
+    begin, end = TOKENIZER.decode(record.tokens[:record.segment.index(0)]), "<|im_end|>\n"
+    assert begin.endswith(f"<|im_start|>assistant\nHi! What is it?{end}<|im_start|>user\nHello.{end}{PROMPT}")
+    assert "greeting  Hi! What is it?" in show(record)
+
+
+def test_a_tool_that_ends_the_dialogue_is_an_end_by_the_agent_and_verified(monkeypatch):
+    monkeypatch.setattr(Box, "ended", property(lambda env: bool(env.state["box"])))
+    record, _ = play("Well?", HAT, turns=[OK])
+    assert (record.stop, record.reward, record.strategies) == ("transfer", 0.0, ["confirm", None])
+    record, _ = play("Done.", HAT, turns=[OK])
+    assert (record.stop, record.reward, record.messages[-1]["role"]) == ("transfer", 1.0, "tool")
+
+
+def test_official_limits_take_the_place_of_ours_and_lift_those_that_are_not_theirs(monkeypatch):
+    assert play("Hm?", turns=[OK] * 9, messages=3, official=True)[0].stop == "max_messages"  # a world without limits
+    monkeypatch.setattr(Box, "limits", {"steps": 6})
+    assert len(play(BAD, "Hm?", turns=[OK] * 9, messages=1, errors=1, steps=3, official=True)[0].strategies) == 2
+    assert play(BAD, "Hm?", turns=[OK] * 9, messages=1, errors=1, steps=3, official=True)[0].stop == "max_steps"
+    assert play(BAD, "Hm?", turns=[OK] * 9, errors=1)[0].stop == "too_many_errors"
+
+
+def test_a_task_with_assertions_is_void_where_nobody_can_judge_them():
+    judged = dataclasses.replace(task(CLOSE), assertions=("The agent was kind.",))
+    record = asyncio.run(R.Dialogue(judged, 0, 0, 7, Stub(HAT, "Done."), CHAT, R.Caps()).play())
+    assert (record.stop, record.reward) == ("void_world", 0.0) and "needs a judge" in record.private[-1]["fault"]
 
 
 def test_the_context_cap_is_exact():
@@ -264,7 +309,7 @@ def test_a_void_rollout_is_tried_again_with_another_stream_and_counted():
     def group(turn, *texts):
         BUGS[:] = [KeyError("bug")]
         (record,), retried = R.play_groups([(5, task(turn))], 1, (1, 2), Stub(*texts), CHAT, R.Caps(), void_retries=2)
-        return record.stop, record.seed, retried
+        return record.stop, record.seed, len(retried)
 
     assert group(CLOSE, "Done.") == ("user_closed", R.stream_seed(1, 2, 5, 0, 0), 0)
     assert group(CLOSE, BUG, "Done.") == ("user_closed", R.stream_seed(1, 2, 5, 0, 1), 1)
@@ -304,20 +349,22 @@ def test_tensors_and_summary_equal_those_by_hand_with_and_without_anything_in_th
     assert [x.tolist() for x in R.token_tensors(THREE, pad_id=9)] == [
         [[0, 1, 2], [0, 1, 9], [0, 1, 9]], [[-1, 0, 0], [-1, 0, -1], [-1, 0, -1]],
         [[-0.5, 0, 0], [-0.5, 0, 0], [-0.5, 0, 0]], [[0.25, 0, 0], [1, 2, 3], [0, 0, 0]]]
-    assert R.summary(THREE) == {"rollouts": 3, "void": 1, "success": 0.5, "stop/max_messages": 1, "errors/tool": 2,
-                                "stop/user_closed": 1, "stop/void_user": 1}
+    assert summary(THREE) == {"rollouts": 3, "void": 1, "void_retried": 0, "void_segments": 1.0, "success": 0.5,
+                              "ended_on_confirm": 0,
+                              "stop/max_messages": 1, "errors/tool": 2,
+                              "stop/user_closed": 1, "stop/void_user": 1}
     silent = [rollout(0, [], [], [], "void_user")] * 2  # every user failed before the agent spoke
     assert R.credit_tensors(silent)["exists_NQ"].tolist() == [[False], [False]]
     assert R.credit_tensors([])["reaction_NQ"].shape == (0, 1)
     assert [x.tolist() for x in R.token_tensors([], 9)] == [[[9]], [[-1]], [[0.0]], [[0.0]]]
     records = [rollout(n, [None], [None], []) for n in (3, 9, 4, 2, 4, 2)]
-    assert [[len(r.tokens) for r in batch] for batch in R.micro_batches(records, 8)] == [[9], [4, 4], [3, 2], [2]]
+    assert [[len(r.tokens) for r in batch] for batch in micro_batches(records, 8)] == [[9], [4, 4], [3, 2], [2]]
 
 
 def test_rollouts_come_back_from_their_file_as_they_were(tmp_path):
     played = play("Which?", HAT, '<tool_call>{"name": "\\ud800"}</tool_call>', "Dóne\u2028.", turns=[OK, CLOSE])[0]
     R.save_rollouts(tmp_path / "a.jsonl", [played, *THREE])
-    assert R.load_rollouts(tmp_path / "a.jsonl") == [played, *THREE] and os.listdir(tmp_path) == ["a.jsonl"]
+    assert load_rollouts(tmp_path / "a.jsonl") == [played, *THREE] and os.listdir(tmp_path) == ["a.jsonl"]
 
 
 GOOD = dataclasses.asdict(THREE[0])
@@ -339,8 +386,8 @@ def test_what_is_no_rollout_file_is_one_line_that_says_why(content, message, tmp
     if content not in (None, "folder"):
         text = json.dumps(content) if isinstance(content, dict) else content
         path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(R.RolloutFileError) as caught:
-        R.load_rollouts(path)
+    with pytest.raises(RolloutFileError) as caught:
+        load_rollouts(path)
     assert message in str(caught.value) and str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 

@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from env import Telecom, load_tasks, make_env
+from env import load_tasks, make_env
+from extras.mini import Telecom
+from extras.scripted import ScriptedUser
 from faca import REACTION
-from simulator import ScriptedUser, extract_turn, make_user
+from simulator import ENDS, PRIVATE, extract_turn, make_user
 
 TESTS = pathlib.Path(__file__).resolve().parent
 fixed = settings(deadline=None, derandomize=True, database=None, max_examples=200)
@@ -28,13 +30,14 @@ class Talk:
             self.env.state["device"] |= {fault: fault in faults for fault in Telecom.FAULTS}
             for line in self.env.state["lines"].values():
                 line |= {"status": "active", "roaming": "on", "data": "left"}
-        self.user = make_user(task, self.act, seed)
+        self.user = make_user(task, self.env.user_tools, self.act, seed)
 
-    def act(self, tool, **arguments):
+    def act(self, calls):
+        (tool, arguments), = calls
         result = self.env.call(tool, arguments, "user")
         assert not result.error, result
         self.did += arguments.values()
-        return json.loads(result.content)
+        return [result.content]
 
     def says(self, *texts):
         """The user's turn to the last of the texts."""
@@ -54,8 +57,23 @@ GOOD = '{"strategy": "confirm", "utterance": "Yes."}'
     (GOOD, ("Yes.", "confirm", False)),
     (f"```json\n{GOOD}\n```", ("Yes.", "confirm", False)),
     (f"Here is {{my}} reply: {GOOD} Bye.", ("Yes.", "confirm", False)),
-    ('{"utterance": "Bye.", "strategy": "close", "done": true}', ("Bye.", "close", True)),
-    ('{"utterance": "Bye.", "strategy": "close", "done": "yes"}', ("Bye.", "close", False)),
+    ('{"utterance": "Bye. ###STOP###", "strategy": "close"}', ("Bye.", "close", "stop")),
+    ('{"utterance": "###STOP###", "strategy": "close"}', ("", "close", "stop")),
+    ('{"utterance": "###TRANSFER### ", "strategy": "confirm"}', ("", "confirm", "transfer")),
+    ('{"utterance": "I can\'t say.###OUT-OF-SCOPE###"}', ("I can't say.", "invalid", "out_of_scope")),
+    ("Thanks! ###STOP###", ("Thanks!", "invalid", "stop")),
+    ('{"utterance": "## STOP ##", "strategy": "confirm"}', ("## STOP ##", "confirm", False)),
+    ('{"utterance": "Yes. (strategy: confirm)", "strategy": "confirm"}', ("Yes.", "confirm", False)),
+    ('{"utterance": "[confirm] Yes.", "strategy": "confirm"}', ("Yes.", "confirm", False)),
+    ('{"utterance": "Strategy: ask clarification. What is an APN?", "strategy": "ask_clarification"}',
+     ("What is an APN?", "ask_clarification", False)),
+    ('{"utterance": "Yes {\\"strategy\\": \\"confirm\\"}", "strategy": "confirm"}', ("Yes", "confirm", False)),
+    ('{"utterance": "{\\"strategy\\": \\"close\\", \\"utterance\\": \\"Yes.\\"}", "strategy": "confirm"}',
+     ("Yes.", "confirm", False)),  # the object once more, inside its own utterance
+    ('{"utterance": "I use reveal_piece here: it is 42.", "strategy": "reveal_piece"}',
+     ("I use  here: it is 42.", "reveal_piece", False)),
+    ('{"utterance": "Please confirm and close it.", "strategy": "confirm"}',
+     ("Please confirm and close it.", "confirm", False)),  # English is not cut
     ('{"utterance": "Bye.", "strategy": "CLOSE!"}', ("Bye.", "invalid", False)),
     ('{"utterance": "Bye."}', ("Bye.", "invalid", False)),
     ('{"utterance": "Bye.", "strategy": ["close"]}', ("Bye.", "invalid", False)),
@@ -79,8 +97,8 @@ GOOD = '{"strategy": "confirm", "utterance": "Yes."}'
         "{'strategy': 'confirm', 'utterance': 'Hi'}", '["confirm"]', "change_mind", '{"a":' * 100000]],
 ])
 def test_a_reply_gives_the_turn_that_its_visible_text_and_label_say(reply, expected):
-    turn = extract_turn(reply)
-    assert turn == expected if expected is None else (turn.utterance, turn.strategy, turn.done) == expected
+    turn = extract_turn(reply).turn
+    assert turn == expected if expected is None else (turn.utterance, turn.strategy, turn.end or False) == expected
 
 
 PIECES = ["{", "}", '"', "\\", ":", ",", "\n", "```json", "<think>", "</think>", "\\u00", "\\ud83d", "[", "strategy",
@@ -90,25 +108,29 @@ PIECES = ["{", "}", '"', "\\", ":", ",", "\n", "```json", "<think>", "</think>",
 @fixed
 @given(st.text() | st.lists(st.sampled_from(PIECES)).map("".join))
 def test_any_text_gives_a_turn_that_can_be_shown_or_none(reply):
-    turn = extract_turn(reply)
+    turn = extract_turn(reply).turn
     assert turn is None or (turn.utterance.strip() and turn.utterance.encode()
                             and turn.strategy in {*REACTION, "invalid"})
 
 
 @fixed
-@given(st.text(min_size=1).filter(lambda t: t.strip() and "think>" not in t), st.sampled_from([*REACTION]),
-       st.booleans(), st.booleans())
-def test_any_turn_written_as_json_comes_back(text, strategy, done, ascii_only):
-    turn = extract_turn(json.dumps({"utterance": text, "strategy": strategy, "done": done}, ensure_ascii=ascii_only))
-    assert (turn.utterance, turn.strategy, turn.done) == (text.strip(), strategy, done)
+@given(st.text(min_size=1).filter(lambda t: t.strip() and "think>" not in t and not PRIVATE.search(t)),
+       st.sampled_from([*REACTION]),
+       st.sampled_from(["", *ENDS]), st.booleans())
+def test_any_turn_written_as_json_comes_back(text, strategy, end, ascii_only):
+    written = {"utterance": text + ENDS.get(end, ""), "strategy": strategy}
+    found = extract_turn(json.dumps(written, ensure_ascii=ascii_only))
+    assert (found.turn.utterance, found.turn.strategy, found.turn.end) == (text.strip(), strategy, end)
+    assert (found.parsed, found.cut) == (True, 0)
 
 
 @fixed
 @given(st.text(), st.integers(0, 60))
 def test_an_utterance_cut_anywhere_is_a_prefix(text, cut):
     whole = '{"strategy": "confirm", "utterance": "' + json.dumps("x" + text)[1:]
-    turn = extract_turn(whole[:min(39 + cut, len(whole) - 1)])
-    assert turn.strategy == "invalid" and ("x" + text).startswith(turn.utterance)
+    found = extract_turn(whole[:min(39 + cut, len(whole) - 1)])
+    turn = found.turn
+    assert not found.parsed and turn.strategy == "invalid" and ("x" + text).startswith(turn.utterance)
 
 
 def phrases():
@@ -125,7 +147,7 @@ def test_the_user_reacts_to_free_text_as_a_person_would(where, strategy, tells, 
     task = next(t for t in RETAIL if t.facts["detail"] == "large") if where == "retail" else TELECOM[0]
     talk = Talk(task, faults=None if where == "retail" else [fault])
     turn = talk.says(text)
-    assert (turn.strategy, turn.done) == (strategy, strategy == "close")
+    assert (turn.strategy, bool(turn.end)) == (strategy, strategy == "close")
     for name, fact in {"fact": task.facts.get("phone", task.facts.get("order")), "detail": "large"}.items():
         assert (fact in turn.utterance) == (name == tells)
     if where != "retail":
@@ -148,7 +170,7 @@ def test_the_third_turn_without_progress_ends_the_dialogue_with_a_change_of_mind
     talk = Talk(task)
     turns = [talk.says(text) for text in ["Blah.", "What is your number?", "Blah.", "Blah."]]
     assert [t.strategy for t in turns] == ["ask_clarification", "reveal_piece", "ask_clarification", "change_mind"]
-    assert [t.done for t in turns] == [False, False, False, True]
+    assert [bool(t.end) for t in turns] == [False, False, False, True]
     assert turns[-1].utterance in ScriptedUser.GIVE_UP
 
 
@@ -168,15 +190,15 @@ def test_the_sign_is_news_once_and_again_after_a_step_changed_it():
     assert [talk.says(t).strategy for t in (look, look, step, look, praise, step)] == [
         "reveal_piece", "be_vague", "confirm", "be_vague", "be_vague", "challenge_solution"]
     turn = talk.says("Thanks for turning off airplane mode! Now disconnect the VPN.")  # what is done is no second step
-    assert (turn.strategy, turn.done, talk.did[-1]) == ("close", True, "vpn")
+    assert (turn.strategy, bool(turn.end), talk.did[-1]) == ("close", True, "vpn")
 
 
 def test_the_user_closes_as_soon_as_it_sees_the_internet_and_not_before():
     task = next(t for t in TELECOM if t.gold[0].name == "enable_roaming")
     talk = Talk(task)
     for call in task.gold[1:]:
-        assert not talk.says(f"Please {Telecom.FAULTS[call.arguments['fault']][1]}.").done
-    assert not talk.says("I have enabled roaming.").done
+        assert not talk.says(f"Please {Telecom.FAULTS[call.arguments['fault']][1]}.").end
+    assert not talk.says("I have enabled roaming.").end
     assert not talk.env.call("enable_roaming", {"phone": task.facts["phone"]}).error
     assert talk.says("I have enabled roaming.").strategy == "close"
 
@@ -192,21 +214,21 @@ texts = st.lists(st.sampled_from(WORDS)).map(" ".join) | st.text(max_size=60) | 
 def test_any_dialogue_is_labelled_ends_in_time_repeats_and_names_no_strategy(task, seed, said):
     turns, one, other = [], Talk(task, seed), Talk(task, seed)
     first = asyncio.run(one.user.open())
-    assert first == asyncio.run(other.user.open()) and first.strategy == "reveal_piece" and not first.done
-    while said and not (turns and turns[-1].done):
+    assert first == asyncio.run(other.user.open()) and first.strategy == "reveal_piece" and not first.end
+    while said and not (turns and turns[-1].end):
         turns.append(one.says(said[0]))
         assert turns[-1] == other.says(said.pop(0))
     assert {t.strategy for t in turns} <= {*REACTION}
     fruitless = sum(REACTION[t.strategy] <= 0 for t in turns)
     assert fruitless <= 3 and (fruitless == 3) == (turns[-1].strategy == "change_mind")
-    assert all(t.done == (t.strategy in ("close", "change_mind")) for t in turns)
+    assert all(bool(t.end) == (t.strategy in ("close", "change_mind")) for t in turns)
     assert not any(re.search(rf"\b{z}\b|strategy", t.utterance.lower()) for t in [first, *turns] for z in REACTION)
 
 
 def test_other_seeds_have_other_words():
     for task in (TELECOM[0], RETAIL[0]):
         assert len({Talk(task, seed).says("Blah.").utterance for seed in range(20)}) == 3
-        assert len({asyncio.run(make_user(task, None, seed).open()).utterance for seed in range(20)}) >= 2
+        assert len({asyncio.run(make_user(task, [], None, seed).open()).utterance for seed in range(20)}) >= 2
 
 
 def test_nothing_is_told_that_was_not_asked_for():

@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from env import DOMAINS, load_tasks
+from env import load_tasks
+from eval import summary
+from extras.mini import DOMAINS
 from extras.tiny import SPECIAL, TAGS, ExpertSampler, make_tiny
-from rollout import Caps, Chat, play_groups, summary, token_tensors
+from rollout import Caps, Chat, play_groups, token_tensors
 from sampler import PolicyError, Sampler, find_policy, load_policy, note_of, save_policy, score
 
 torch.set_num_threads(1)

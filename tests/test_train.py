@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import faca
 import train
 from env import load_tasks, make_env
-from rollout import load_rollouts
+from extras.show import load_rollouts
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SMALL = ("--env", "mini:retail", "--steps", "2", "--prompts", "3", "--rollouts", "3", "--max-messages", "4",
@@ -54,7 +54,9 @@ def rows(folder, phase):
 
 
 @pytest.mark.parametrize("arguments, named", [
-    (["--model", "./nowhere/model"], "nowhere/model"), (["--env", "mini:banking"], "mini:banking"),
+    (["--model", "./nowhere/model", "--env", "mini:retail", "--simulator", "scripted"], "nowhere/model"),
+    (["--model", "Qwen3-8B", "--env", "mini:retail"], "--simulator-url"), (["--env", "tau9:x"], "tau2:airline"),
+    (["--env", "mini:banking"], "mini:banking"), (["--env", "tau2:airline/train"], "expert"),
     (["--env", "mini:telecom/dev"], "dev"), (["--env", "mini:telecom,mini:telecom"], "twice"),
     (["--method", "ppo"], "ppo"), (["--control", "reversed"], "reversed"), (["--lam", "0.6"], "0.6"),
     (["--lam", "nan"], "nan"), (["--rollouts", "1"], "--rollouts"), (["--steps", "-1"], "--steps"),
