@@ -33,7 +33,7 @@ import torch
 
 from env import Call, Task, ToolResult, make_env
 from faca import reaction_of
-from simulator import Endpoint, SimulatorError, UserFault, UserTurn, judged, make_user
+from simulator import Endpoint, UserFault, UserTurn, make_user
 
 
 class Stop(StrEnum):
@@ -231,6 +231,8 @@ class Dialogue:
             record.messages += [{"role": "assistant", "content": env.greeting}] if env.greeting else []
             self.hear(turn)
             self.tell(self.chat.open(record.messages, env.tools))
+            if record.stop:
+                raise UserFault("the prompt and the user's first message fill the context")
             while (said := await self.agent_segment(len(record.strategies))) is not None:
                 turn = await self.user.reply(said)
                 heard = self.hear(turn)
@@ -256,6 +258,7 @@ class Dialogue:
             if not self.endpoint:
                 raise WorldFault(f"task {self.task.id} needs a judge of its assertions, and there is no endpoint")
             held = bool(self.in_world(self.env.reward, messages, True))
+            from extras.judge import judged
             held = held and await judged(self.task.assertions, messages, self.endpoint)
         return self.in_world(self.env.reward, messages, held)
 
@@ -369,8 +372,7 @@ def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, i
     """K rollouts of each (group, task), all under way at once: in the order of group and k, and the void tries.
 
     key: (seed, step). A void rollout is tried again with a stream of its own, and kept as void after void_retries.
-    As soon as halt() is true the dialogues under way are given up, and none is returned. SimulatorError, once raised by
-    one, ends all, and carries the rollouts that were complete.
+    Once halt() is true, or one has raised SimulatorError, all are given up; done(rollout) has had the complete ones.
     """
     tries: list[Rollout] = []
 
@@ -395,8 +397,6 @@ def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, i
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-            if isinstance(failed, SimulatorError):
-                failed.finished = [task.result() for task in work if not task.cancelled() and not task.exception()]
             if failed:
                 raise failed
             return [] if waiting else [task.result() for task in work]

@@ -38,9 +38,7 @@ class UserFault(Exception):
 
 
 class SimulatorError(Exception):
-    """The endpoint refuses for good, and says so in one line: the run stops. `finished`: rollouts that are complete."""
-
-    finished: list = []
+    """The endpoint refuses for good, and says so in one line: the run stops."""
 
 
 class EndpointError(ValueError):
@@ -102,13 +100,16 @@ AGAIN = "(Answer as the customer, with the one json object alone.)"
 SALVAGE = re.compile(r'"utterance"\s*:\s*"((?:[^"\\]|\\.)*)', re.DOTALL)
 ESCAPE = re.compile(r'\\(?:(["\\/bfnrt]|u[0-9a-fA-F]{4})|u[0-9a-fA-F]{0,3}$)?')  # group 1 where JSON knows it
 LABEL = "|".join(label.replace("_", "[ _-]") for label in REACTION)
+LONE = "|".join(label.replace("_", r"(?:\\?[_-])?\u200b?") for label in REACTION if "_" in label)  # is no English
 PRIVATE_LINE = re.compile(rf"(?im)^[^\w\n]*(?:strategy\b.*|(?:{LABEL})[^\w\n]*)$")
-PRIVATE = re.compile(  # its repetitions are bounded, for a model may repeat itself without end
-    r"\{[^{}]{0,300}\bstrategy\b[^{}]{0,300}\}"                                          # an object, if it is no JSON
-    rf"|[\[(<*_\"']{{0,3}}\bstrategy\b[\"'*_]{{0,3}}\s{{0,3}}[:=]\s{{0,3}}[\"'*_<\[]{{0,3}}(?:{LABEL})\b[\])>*_\"']{{0,3}}[.,;]?"
-    r"|(?:(?<![^\n])|(?<=[.!?]\s)|(?<=[\[(<*_\"']))strategy[\"'*_]{0,3}\s{0,3}[:=]\s{0,3}[\"'*_<\[]{0,3}[\w-]+[\])>*_\"']{0,3}[.,;]?"
-    rf"|[\[(<{{]{{1,3}}\s{{0,3}}(?:{LABEL})\s{{0,3}}[\])>}}]{{1,3}}"                     # [confirm]
-    rf"|{'|'.join(label for label in REACTION if '_' in label)}", re.IGNORECASE)         # these are no English
+MARK, GAP, BRACKETED = r"[^\w\s]{0,4}", r"[^\w\n]{0,4}", rf"[\[(<{{]{{1,3}}\s?(?:{LABEL})\s?[\])>}}]{{1,3}}"
+PRIVATE = re.compile("|".join([  # repetitions are bounded, for a model may repeat itself without end
+    r"\{[^{}]{0,300}\bstrategy\b[^{}]{0,300}\}",                             # an object, if it is no JSON
+    rf"{MARK}\b\w{{0,9}}(?:strateg|label)\w{{0,9}}(?: used)?{GAP}[:=>\u2192\u2013\u2014-]{GAP}(?:{LABEL})\b{MARK}"
+    r"(?:strategy>)?",
+    rf"(?:(?<![^\n])|(?<=[.!?]\s)|(?<=[\[(<*_\"'`])){MARK}strategy{GAP}[:=]{GAP}[\w-]{{1,40}}{MARK}",  # and any label
+    rf"\A\s{{0,3}}{BRACKETED}|{BRACKETED}\s{{0,3}}\Z|\A\s{{0,3}}(?:{LABEL})\s?:",   # [confirm] about the utterance
+    LONE]), re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -141,13 +142,16 @@ def extract_turn(reply: str | None) -> Extracted:
         text = "" if "{" in reply else PRIVATE_LINE.sub("", reply)  # half an object is not for the agent's eyes
     text = text.encode(errors="ignore").decode() if isinstance(text, str) else ""  # half a surrogate goes
     end = next((name for name, marker in ENDS.items() if marker in text), "")
-    before = None
-    while text != before:  # what is cut may leave the like behind: reveal_[confirm]piece
-        before, objects = text, [o for o in json_objects(text) if "strategy" in o]
+    for _ in range(9):  # what is cut may leave the like behind: reveal_[confirm]piece
+        before, objects = text, [o for o in json_objects(text) if "strategy" in o + str(json.loads(o, strict=False))]
         for one in objects:
             text = text.replace(one, "")
         text, more = PRIVATE.subn("", re.sub("|".join(ENDS.values()), "", text))
         cut += len(objects) + more
+        if text == before:
+            break
+    else:
+        text = ""
     text = text.strip()
     return Extracted(UserTurn(text, strategy, end) if text or end else None, parsed, cut)
 
@@ -165,11 +169,11 @@ def json_objects(text: str) -> list[str]:
 
 
 def json_value(text: str):
-    """A call's arguments; what is no JSON stays text, which the tool refuses."""
+    """A call's arguments; what is no JSON, or nested too deep to be kept, stays text, which the tool refuses."""
     try:
-        return json.loads(text or "{}")
-    except (ValueError, RecursionError):
-        return text
+        return json.loads(text or "{}") if text.count("{") + text.count("[") < 100 else text
+    except (ValueError, RecursionError, AttributeError):
+        return text or {}
 
 
 def json_object(text: str) -> dict | None:
@@ -250,10 +254,8 @@ RETRIES = 10  # of a request that met 408, 409, 429, 5xx, a time-out or a lost c
 
 
 class Client(openai.DefaultAsyncHttpxClient):
-    """Bounds the requests in flight, not those that wait to be tried again, and the whole time of each.
-
-    httpx's own time-out is for the next byte, and some servers send blank lines to keep a waiting client.
-    """
+    """Bounds the requests in flight, not those that wait to be tried again, and the whole time of each: httpx's own
+    time-out is for the next byte, and some servers send blank lines to keep a waiting client."""
 
     def __init__(self, slots: int, seconds: float, tally: Counter):
         super().__init__(timeout=None)
@@ -284,16 +286,16 @@ class Endpoint:
             fits = where.scheme in ("http", "https") and where.hostname and where.port != 0  # raises for a wrong one
         except ValueError:
             fits = False
-        if not fits or re.search("[@?#]", url):
-            shown = f"; it is '{url}'" if url and not re.search("[@?#]", url) else ""  # a key may stand in it
+        if not fits or re.search("[@?#]|[^!-~]", url):
+            shown = f"; it is '{url}'" if re.fullmatch("[^@?#]+", url) else ""  # a key may stand in it
             raise EndpointError(f"--simulator {model} needs --simulator-url, the base url of an OpenAI-compatible "
                                 f"endpoint, as https://HOST/v1, without user name, key or query{shown}")
         try:
-            self.extra = json.loads(extra or "{}")
+            self.extra = json.loads(extra or "{}", parse_constant=int)  # int("NaN") is a ValueError, too
         except ValueError:
             self.extra = None
-        if not isinstance(self.extra, dict):
-            raise EndpointError(f"--simulator-extra must be one JSON object, is '{extra}'")
+        if not isinstance(self.extra, dict) or {"model", "messages", "tools"} & set(self.extra):
+            raise EndpointError(f"--simulator-extra must be one JSON object, without what is ours, is '{extra}'")
         if not os.environ.get(KEY) and where.hostname not in ("localhost", "127.0.0.1", "::1"):
             raise EndpointError(f"the environment variable {KEY} is not set: it holds the key for {where.hostname} "
                                 "(any word where the endpoint wants none)")
@@ -306,7 +308,11 @@ class Endpoint:
         self.client, self.retries = None, RETRIES
 
     async def __aenter__(self):
-        client = Client(self.concurrency, self.timeout, self.tally)
+        try:
+            client = Client(self.concurrency, self.timeout, self.tally)
+        except (ImportError, ValueError, OSError) as error:  # told without its text, in which a proxy's password may be
+            raise SimulatorError(f"no connection can be set up to {self.url} ({type(error).__name__}): see HTTP_PROXY, "
+                                 "ALL_PROXY and SSL_CERT_FILE in the environment") from None
         self.client = openai.AsyncOpenAI(api_key=os.environ.get(KEY) or "none", base_url=self.url, http_client=client,
                                          max_retries=self.retries)
         return self
@@ -346,7 +352,7 @@ class Endpoint:
             late = isinstance(error, openai.APITimeoutError)
             what = f"in {self.timeout:g} s" if late else "(no connection; is the server running?)"
             raise UserFault(f"{model} at {self.url} gave no answer {what}{self.given_up(error)}") from None
-        except (openai.OpenAIError, ValueError, LookupError, AttributeError, TypeError):
+        except (openai.OpenAIError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
             self.tally["faults"] += 1
             raise UserFault(f"{model} at {self.url} answered with something that is no chat completion") from None
         finally:
@@ -369,7 +375,8 @@ class Endpoint:
     def count(self, model: str, answer) -> None:
         usage = getattr(answer, "usage", None)
         for name in ("prompt_tokens", "completion_tokens"):
-            self.tally[name] += getattr(usage, name, None) or 0
+            used = getattr(usage, name, 0)
+            self.tally[name] += used if isinstance(used, int) else 0
         now = str(getattr(answer, "model", None) or "unnamed")
         before = self.answered.setdefault(model, now)
         if now != before:
@@ -423,27 +430,3 @@ def endpoint_of(options, domains: set[str], ranks: int = 1) -> Endpoint | None:
         if getattr(options, name):
             raise EndpointError(f"--{name.replace('_', '-')} needs --simulator MODEL: scripted users ask no endpoint")
     return None
-
-
-# -------------------------------------------------------------------------------------------------------- the judge
-
-JUDGE_PROMPT = """\
-You check a finished conversation between a service agent and a customer against a list of statements. Decide for each,
-by itself, whether the conversation shows it to be true. Judge what the agent did and said, not what it may have meant.
-Answer with one json object and nothing else, a verdict for each statement, in their order, for example:
-{"verdicts": [{"reason": "the agent named the refund", "true": true}]}
-"""
-
-
-async def judged(assertions: tuple[str, ...], messages: list[dict], endpoint: Endpoint) -> bool:
-    """Whether a judge finds every assertion true of the transcript. Raises UserFault where it gives no verdict."""
-    text = "\n".join(f"{m['role']}: {m['content']}" for m in messages if m["role"] != "system")
-    text += "\n\nStatements:\n" + "\n".join(f"{i}. {a}" for i, a in enumerate(assertions, 1))
-    for _ in range(2):
-        message = await endpoint.chat([{"role": "system", "content": JUDGE_PROMPT}, {"role": "user", "content": text}],
-                                      endpoint.judge)
-        found = (json_object(message.content or "") or {}).get("verdicts")
-        verdicts = [v.get("true") if isinstance(v, dict) else None for v in found] if isinstance(found, list) else []
-        if len(verdicts) == len(assertions) and all(isinstance(v, bool) for v in verdicts):
-            return all(verdicts)
-    raise UserFault(f"the judge {endpoint.judge} gave no verdict on {len(assertions)} statements, asked twice")

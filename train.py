@@ -77,23 +77,26 @@ class Trainer:
         Where the user's endpoint refuses for good, what is complete is kept, and the run stops on all ranks.
         """
         groups = list(enumerate(tasks))[self.rank::self.world]
-        tries, refusal = [], ""
+        complete, tries, refusal, flag = [], [], "", run.path / "refused"
         with run.bar(range(len(groups) * rollouts), name, aside=not official) as bar:
             def halt() -> bool:
                 if self.endpoint:
                     bar.set_postfix_str(self.endpoint.status(), refresh=False)
                     bar.update(0)  # shows it, when it is time to
-                return run.signalled
+                return run.signalled or flag.exists()
 
             try:
                 records, tries = play_groups(
                     groups, rollouts, key, self.sampler, self.chat, dataclasses.replace(self.caps, official=official),
-                    self.config.void_retries, lambda record: bar.update(), halt, self.endpoint)
+                    self.config.void_retries, lambda record: (complete.append(record), bar.update()), halt,
+                    self.endpoint)
             except SimulatorError as error:
-                records, refusal = error.finished, str(error)
+                refusal = str(error)
+                flag.touch()  # the other ranks give up too, and need not wait for users who may take long
         refusals = list(filter(None, all_gather(refusal)))
         if refusals:
-            run.keep(f"{name} unfinished", records)
+            flag.unlink(missing_ok=True)
+            run.keep(f"{name} unfinished", complete)
             raise RunStopped(f"{refusals[0]}; complete rollouts are kept in {run.path}/rollouts")
         return records, tries
 

@@ -24,13 +24,14 @@ from hypothesis import strategies as st
 import rollout as R
 from env import Call, load_tasks
 from eval import figures
+from extras.judge import judged
 from extras.mini import DOMAINS, Telecom
 from extras.show import load_rollouts
 from extras.tiny import call, make_tokenizer
 from faca import REACTION
 from sampler import Sample
 from simulator import (ENDS, GREETING, KEY, Endpoint, EndpointError, ModelUser, SimulatorError, UserFault, endpoint_of,
-                       extract_turn, judged)
+                       extract_turn)
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = make_tokenizer()
@@ -48,6 +49,11 @@ def surroundings(monkeypatch):
     monkeypatch.setenv(KEY, SECRET)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr("openai._base_client.INITIAL_RETRY_DELAY", 0.02)  # 0.5 s there: their lengths are not ours
+
+
+def by_rule_text(request, n):
+    """fake_user's rule without its tools."""
+    return by_rule({"messages": request["messages"]}, n)
 
 
 def says(utterance, strategy="confirm", **more):
@@ -288,6 +294,27 @@ def test_what_the_user_means_privately_reaches_no_prompt_no_trained_token_and_no
     assert set(record.strategies) <= {*REACTION, "invalid"} and "CANARY" not in json.dumps(asdict(record))
 
 
+@pytest.mark.parametrize("text", [
+    "Yes.\n\n**Strategy:** {}", "Yes. <strategy>{}</strategy>", "Yes. Strategy - {}", "Yes. Strategy used: {}",
+    "Yes. Strategies: {}", "Yes. user_strategy: {}", "Yes. strategy_label = {}", "Yes. [label: {}]", "[{}] Yes.",
+    "Yes. ({})", "{}: Yes.", 'Yes. {{"strat\\u0065gy": "{}"}}'])
+def test_a_label_that_is_told_in_the_text_is_cut_whatever_its_form(text):
+    for label in REACTION:
+        found = extract_turn(says(text.format(label), label))
+        assert found.turn.utterance.strip(" .") == "Yes" and found.cut >= 1
+    for form in ("reveal_piece", "reveal-piece", "revealPiece", "reveal\\_piece", "reveal_\u200bpiece",
+                 "_reveal_piece_"):
+        assert "piece" not in extract_turn(says(f"Yes {form} Yes.")).turn.utterance.lower()
+
+
+def test_plain_english_is_not_cut():
+    for text in ("I'm *close* to giving up", "I want to *confirm* that", "Press [Close] or [Confirm] now?",
+                 "I'll be vague.", "Your strategy is close to mine", "What pricing strategy: flat or tiered?",
+                 "I changed my mind."):
+        found = extract_turn(says(text))
+        assert (found.turn.utterance, found.cut) == (text, 0)
+
+
 PIECES = [*ENDS.values(), *REACTION, *'#:= {}"[]()_*x1', "\n", "###", "STOP", "strategy", '"strategy"', '"utterance"',
           '{"strategy": "confirm"}', "confirm", "change", "mind", "is"]
 WHOLE = st.lists(st.sampled_from(PIECES)).map("".join)
@@ -351,7 +378,8 @@ def test_a_void_dialogue_is_tried_again_in_another_stream_and_kept_out_of_the_cr
     assert (record.stop, record.seed, len(tries)) == ("user_closed", R.stream_seed(0, 0, 0, 0, 1), 1)
 
 
-SHAPES = [[], [1], "x", None, 5, {}, {"error": {"message": "x"}}, b"", b"<html>busy</html>", b'{"cho', b"\xff\xfe"]
+SHAPES = [b"[" * 100_000, b'{"a":' * 5000, [], [1], "x", None, 5, {}, {"error": {"message": "x"}}, b""]
+SHAPES += [b"<html>busy</html>", b'{"cho', b"\xff\xfe"]
 SHAPES += [{"choices": c} for c in ([], None, "x", {}, [{}], [None], [{"message": None}], [{"message": "x"}])]
 SHAPES += [{"choices": [{"message": message}]} for message in (
     {"content": 5}, {"content": [{"type": "text", "text": "x"}]}, {"content": "x", "tool_calls": "x"},
@@ -371,7 +399,8 @@ def test_an_answer_that_is_no_completion_is_a_fault_and_no_crash(kind):
 
 def test_an_answer_without_usage_or_name_is_taken():
     bare = {"choices": [{"message": {"content": FINE}}]}
-    for more in ({}, {"usage": None, "model": None}, {"usage": {}}, {"usage": {"prompt_tokens": None}}):
+    for more in ({}, {"usage": None, "model": None}, {"usage": {}}, {"usage": {"prompt_tokens": None}},
+                 {"usage": {"prompt_tokens": "12"}}):
         with served(answers(Answer(body=bare | more))) as (_, endpoint):
             assert ask(endpoint) == FINE
         assert endpoint.tally["prompt_tokens"] == 0 and endpoint.answered == {"user-1": "unnamed"}
@@ -395,7 +424,7 @@ def test_a_refusal_for_good_stops_all_and_says_in_one_line_what_to_do(status, ad
     assert len(server.requests) == 2  # not asked again
 
 
-def test_a_refusal_carries_what_is_complete_and_leaves_nothing_running():
+def test_a_refusal_leaves_what_is_complete_and_leaves_nothing_running():
     """Two dialogues end, one is refused, and three wait for a user who would take 30 s."""
     def reply(request, n):
         if turns_of(request) == 0:
@@ -404,15 +433,16 @@ def test_a_refusal_carries_what_is_complete_and_leaves_nothing_running():
             return says("Bye.###STOP###", "close")
         return Answer(status=402, delay=0.3) if n == 8 else Answer(delay=30)
 
+    complete = []
     with served(reply) as (server, endpoint):
         began = time.monotonic()
         with pytest.raises(SimulatorError) as caught:
-            groups(endpoint, 6)
+            groups(endpoint, 6, done=complete.append)
         assert time.monotonic() - began < 5 and endpoint.tally["waiting"] == 0
         asked = len(server.requests)
         time.sleep(0.3)
         assert len(server.requests) == asked == 12
-    assert [r.stop for r in caught.value.finished] == ["user_closed"] * 2 and "answered 402" in str(caught.value)
+    assert [r.stop for r in complete] == ["user_closed"] * 2 and "answered 402" in str(caught.value)
 
 
 @pytest.mark.parametrize("status", [401, 403, 400, 429, 500])
@@ -504,6 +534,9 @@ def options(**given):
     ({"simulator_url": "http://[::1"}, "mini:telecom", "--simulator m needs --simulator-url"),
     ({"simulator_url": "http://localhost:port/v1"}, "mini:telecom", "--simulator m needs --simulator-url"),
     ({"simulator_extra": "{thinking}"}, "mini:telecom", "--simulator-extra must be one JSON object"),
+    ({"simulator_extra": '{"temperature": NaN}'}, "mini:telecom", "--simulator-extra must be one JSON object"),
+    ({"simulator_extra": '{"model": "other"}'}, "mini:telecom", "without what is ours"),
+    ({"simulator_url": "http://localhost/v1 "}, "mini:telecom", "it is 'http://localhost/v1 '"),
     ({"simulator_extra": "[1]"}, "mini:telecom", "--simulator-extra must be one JSON object"),
     ({"simulator": "scripted", "simulator_url": ""}, "tau2:airline", "--env tau2:airline has no scripted user"),
     ({"simulator": "scripted"}, "mini:telecom", "--simulator-url needs --simulator MODEL"),
@@ -542,6 +575,14 @@ def test_a_key_is_needed_for_any_host_but_this_one(monkeypatch):
 
 
 # --------------------------------------------------------------------------------------------------------- the judge
+
+
+@pytest.mark.parametrize("name, value", [("ALL_PROXY", "socks5://127.0.0.1:1"), ("HTTP_PROXY", "ftp://x")])
+def test_a_proxy_that_can_not_be_used_is_one_line(name, value, monkeypatch):
+    monkeypatch.delenv("NO_PROXY")
+    monkeypatch.setenv(name, value)
+    with pytest.raises(SimulatorError, match=r"no connection can be set up .* see HTTP_PROXY, ALL_PROXY"):
+        Endpoint("user-1", "http://127.0.0.1:1/v1").check()
 
 
 def verdicts(*found):
@@ -674,6 +715,18 @@ def test_an_endpoint_that_refuses_in_mid_run_keeps_the_complete_rollouts(trained
     assert (done.returncode, done.stderr.count("Traceback"), len(said)) == (1, 0, 1) and "pass@1" not in done.stdout
     assert said[0].endswith(f"is used up; {len(kept)} of 100 dialogues were complete and are in {saved}")
     assert 0 < len(kept) < 100 and not any(r.void for r in kept)
+
+
+def test_a_refusal_that_one_rank_meets_stops_the_other_too_which_waits_for_slow_users(trained, tmp_path):
+    """The 130th request is refused, and those from the 110th on take two minutes."""
+    def reply(request, n):
+        return Answer(status=402) if n == 130 else Answer(by_rule_text(request, n), delay=0.0 if n < 110 else 120)
+
+    with FakeUser(reply) as server:
+        done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "train.py", "--model",
+                   trained[0] / "sft", *SMALL, "--simulator-url", server.url, "--out", tmp_path / "run")
+    assert "answered 402: the account's balance is used up; complete rollouts are kept in" in done.stderr
+    assert done.returncode == 1 and not (tmp_path / "run/refused").exists()
 
 
 def test_ctrl_c_in_an_evaluation_keeps_what_is_complete_and_says_so_in_one_line(trained, tmp_path):

@@ -222,7 +222,7 @@ def test_the_strategy_reaches_no_prompt_no_token_and_no_message():
     ([READ], [], {"messages": 7}, "max_messages", 0.0, 14, [None]),  # a model that always calls
     ([READ], [], {"context": 4000}, "max_context", 0.0, 4, [None]),
     (["Hm?"], [("confirm", "y" * 900, False)], {"context": 900}, "max_context", 0.0, 1, ["confirm"]),
-    (["Hm?"], [CLOSE], {"context": 30}, "max_context", 0.0, 0, []),
+    (["Hm?"], [CLOSE], {"context": 30}, "void_user", 0.0, 0, []),  # what the user opens with fills it
     (["Hm?", BAD, call("nothing")], [OK], {"errors": 2}, "too_many_errors", 0.0, 5, ["confirm", None]),
     ([""], [CLOSE], {}, "empty_message", 0.0, 1, [None]),
     (["<think>Done.</think>"], [CLOSE], {}, "empty_message", 0.0, 1, [None]),
@@ -283,7 +283,7 @@ def test_a_task_with_assertions_is_void_where_nobody_can_judge_them():
 def test_the_context_cap_is_exact():
     prompt = len(play("Done.")[1].asked[0])
     none, one = play("Done.", context=prompt)[0], play("Done.", context=prompt + 1)[0]
-    assert (none.stop, none.tokens) == ("max_context", [])
+    assert (none.stop, none.tokens) == ("void_user", [])  # the agent has not said a word
     assert (one.stop, one.segment, one.messages[2]["content"]) == ("user_closed", [-1] * prompt + [0], "D")
 
 
