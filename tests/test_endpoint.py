@@ -338,10 +338,10 @@ def test_whatever_a_model_replies_the_utterance_holds_no_marker_and_no_label(rep
 
 
 @pytest.mark.parametrize("faults", [
-    [Answer(status=500)], [Answer(status=503), Answer(status=529)], [Answer(drop=True)], [Answer(delay=0.7)],
+    [Answer(status=500)], [Answer(status=503), Answer(status=529)], [Answer(drop=True)], [Answer(delay=3.0)],
     [Answer(status=408)], [Answer(status=409)], [Answer(status=429)]])
 def test_a_passing_fault_is_retried_and_counted(faults):
-    with served(answers(*faults, FINE), timeout=0.3) as (server, endpoint):
+    with served(answers(*faults, FINE), timeout=2.0) as (server, endpoint):
         assert ask(endpoint) == FINE
     assert (endpoint.tally["retries"], len(server.requests)) == (len(faults), 1 + len(faults))
     assert (endpoint.tally["requests"], endpoint.tally["faults"], endpoint.tally["waiting"]) == (1, 0, 0)
@@ -351,15 +351,15 @@ def test_a_passing_fault_is_retried_and_counted(faults):
 def test_a_429_is_waited_for_as_long_as_it_says(header, least):
     with served(answers(Answer(status=429, headers=header), FINE)) as (server, endpoint):
         assert ask(endpoint) == FINE
-    assert least <= server.times[1] - server.times[0] < least + 0.5
+    assert least <= server.times[1] - server.times[0] < least + 3
 
 
 @pytest.mark.parametrize("fault, told", [
     (Answer(status=500), "answered 500, 3 times"), (Answer(status=429), "answered 429, 3 times"),
     (Answer(drop=True), "gave no answer (no connection; is the server running?), 3 times"),
-    (Answer(delay=0.5), "gave no answer in 0.2 s, 3 times")])
+    (Answer(delay=2.0), "gave no answer in 1 s, 3 times")])
 def test_after_all_retries_the_dialogue_is_void(fault, told):
-    with served(answers(says("Hello."), fault), timeout=0.2) as (server, endpoint):
+    with served(answers(says("Hello."), fault), timeout=1.0) as (server, endpoint):
         record, _, _ = play(endpoint, "Hm?")
     assert (record.stop, record.reward, record.strategies) == ("void_user", 0.0, [None])
     assert record.private[-1]["fault"] == f"user-1 at {server.url} {told}" and len(server.requests) == 1 + 3
@@ -438,7 +438,7 @@ def test_a_refusal_leaves_what_is_complete_and_leaves_nothing_running():
         began = time.monotonic()
         with pytest.raises(SimulatorError) as caught:
             groups(endpoint, 6, done=complete.append)
-        assert time.monotonic() - began < 5 and endpoint.tally["waiting"] == 0
+        assert time.monotonic() - began < 15 and endpoint.tally["waiting"] == 0
         asked = len(server.requests)
         time.sleep(0.3)
         assert len(server.requests) == asked == 12
@@ -496,14 +496,14 @@ def test_a_slow_user_and_a_long_wait_for_the_next_try_hold_up_no_other():
 
     def reply(request, n):
         if n < 2:
-            return Answer(says("Hello."), delay=1.5) if n else Answer(status=429, headers={"Retry-After": "1.5"})
+            return Answer(says("Hello."), delay=4) if n else Answer(status=429, headers={"Retry-After": "4"})
         return says("Bye.###STOP###", "close") if turns_of(request) else says("Hello.")
 
     with served(reply, concurrency=2) as (server, endpoint):
         began = time.monotonic()
         records, _ = groups(endpoint, 8, done=lambda record: over.setdefault(record.k, time.monotonic() - began))
     late = sorted(over.values())
-    assert len(late) == 8 and late[5] < 1.2 and late[6] > 1.4 and {r.stop for r in records} == {"user_closed"}
+    assert len(late) == 8 and late[5] < 3.5 and late[6] > 3.9 and {r.stop for r in records} == {"user_closed"}
 
 
 def test_another_model_that_answers_is_told_once_and_counted(capsys):
