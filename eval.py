@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from env import WORLDS, EnvError, Task, listing, load_tasks, make_env
+from env import EnvError, Task, load_tasks, make_env
+from extras.run import Config, add_flag, list_worlds, progress
 from faca import REACTION
-from extras.run import progress
 from rollout import Caps, Chat, Rollout, Stop, play_groups, save_rollouts
 from sampler import PolicyError, Sampler, load_policy, note_of
 from simulator import EndpointError, SimulatorError, endpoint_of, extra_for
@@ -140,12 +140,14 @@ def run(options: argparse.Namespace) -> None:
         sys.exit(1 if refusal else 128 + told[0])
     seen, identity = set(note.get("trained_on", ())), {task.id: task.identity for task in tasks}
     print(f"{'':24}{'tasks':>7}{'trials':>7}{'pass@1':>8}{'unseen':>8}{'do-nothing':>12}{'missing':>9}")
+    unseen = [r for r in finished if identity[r.task] not in seen]
     for domain, rows in by_domain(finished).items():
         mine = [task for task in tasks if task.domain == domain]
-        unseen = pass_at_1([r for r in rows if identity[r.task] not in seen])
-        print(f"{domain:24}{len(mine):7}{options.trials:7}{pass_at_1(rows):8.3f}{unseen:8.3f}"
+        new = pass_at_1([r for r in unseen if r.domain == domain])
+        print(f"{domain:24}{len(mine):7}{options.trials:7}{pass_at_1(rows):8.3f}{new:8.3f}"
               f"{do_nothing_rate(mine):12.3f}{sum(r.void for r in rows):9}")
-    print("\n" + table({"all": figures(finished, tries)}))
+    columns = {"all": finished} | ({"unseen": unseen} if 0 < len(unseen) < len(finished) else {})
+    print("\n" + table({name: figures(rows) for name, rows in columns.items()}))
     if tries:
         print(f"\n{len(tries)} void dialogues were played again: "
               + ", ".join(f"{stop} {n}" for stop, n in Counter(str(r.stop) for r in tries).items()))
@@ -217,13 +219,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     command.add_argument("--env", default="mini:telecom",
                          help="DOMAIN[/SPLIT], several with commas [%(default)s]; where no split is named, the "
                               "official base set, else test; mini:, tau:, tau2: or tau3: alone lists them")
-    command.add_argument("--simulator", default="scripted", help="the user: scripted (mini: alone), or a model's name")
-    command.add_argument("--simulator-url", default="", help="its OpenAI-compatible endpoint; key: SIMULATOR_API_KEY")
-    command.add_argument("--simulator-extra", default="", help="JSON object for the body of each request")
-    command.add_argument("--simulator-timeout", type=float, default=120.0, help="seconds a request [%(default)s]")
-    command.add_argument("--concurrency", type=int, default=128, help="requests in flight at once [%(default)s]")
-    command.add_argument("--judge", default="", help="model at that endpoint for tau3's judged tasks (the simulator)")
-    command.add_argument("--void-retries", type=int, default=2, help="further tries of a void dialogue [%(default)s]")
+    for name in ("simulator", "simulator_url", "simulator_extra", "simulator_timeout", "concurrency", "judge",
+                 "void_retries"):  # as in training
+        default = Config.__dataclass_fields__[name].metadata["tiny"]
+        add_flag(command, name, default, default)
     command.add_argument("--max-context", type=int, help="tokens a dialogue (as trained, else 32768)")
     command.add_argument("--max-message-tokens", type=int, help="tokens an agent message (as trained, else 1024)")
     command.add_argument("--trials", type=int, default=1, help="dialogues a task [%(default)s]")
@@ -233,12 +232,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options = parser.parse_args(argv)
     if options.command != "run":
         return options
-    if options.env in {f"{family}:" for family in WORLDS}:
-        print(listing(options.env[:-1]))
-        sys.exit()
+    list_worlds(options.env)
     if not options.model:
         fail("--model is missing: a run's model/ (or sft/), or a Hugging Face folder or id")
-    least = {"trials": 1, "concurrency": 1, "simulator_timeout": 0.01, "void_retries": 0, "max_context": 1,
+    least = {"trials": 1, "concurrency": 1, "simulator_timeout": 1, "void_retries": 0, "max_context": 1,
              "max_message_tokens": 1}
     for name, low in least.items():
         if (value := getattr(options, name)) is not None and not low <= value < 2**31:

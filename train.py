@@ -206,14 +206,17 @@ def warm_up(trainer: Trainer, tasks: list[Task], run: Run) -> None:
     trainer.refresh_sampler()
 
 
+def light(records: list[Rollout]) -> list[Rollout]:
+    """The records without what is long, as the other ranks need them."""
+    return [dataclasses.replace(r, tokens=[], segment=[], logprobs=[], messages=[], private=[]) for r in records]
+
+
 def assign_credit(trainer: Trainer, records: list[Rollout], tries: list[Rollout], step: int) -> dict:
     """Eq. 6 on the rollouts of all ranks; writes each record's advantages, returns telemetry and counts of the step."""
     config = trainer.config
     segment_NT = token_tensors(records, pad_id=0)[1]  # made as the loss's is, so that telemetry checks what is trained
     tokens = faca.segment_tokens(segment_NT, max([len(r.strategies) for r in records], default=0)).tolist()
-    light = [dataclasses.replace(r, tokens=[], segment=[], logprobs=[], messages=[], private=[]) for r in records]
-    tries = [dataclasses.replace(r, tokens=[], segment=[], logprobs=[], messages=[], private=[]) for r in tries]
-    every = sorted((pair for share in all_gather(list(zip(light, tokens, strict=False))) for pair in share),
+    every = sorted((pair for share in all_gather(list(zip(light(records), tokens, strict=False))) for pair in share),
                    key=lambda pair: (pair[0].group, pair[0].k))
     everyone = [r for r, _ in every]
     x = credit_tensors(everyone)
@@ -233,8 +236,8 @@ def assign_credit(trainer: Trainer, records: list[Rollout], tries: list[Rollout]
         i = place[record.group, record.k]
         record.advantage = advantage_NQ[i, :len(record.strategies)].tolist()
         record.outcome_advantage = outcome_N[i].item()
-    tries = [r for share in all_gather(tries) for r in share]
-    return summary(everyone, tries) | telemetry | {"signal": bool(advantage_NQ[x["exists_NQ"]].any())}
+    counts = summary(everyone, [r for share in all_gather(light(tries)) for r in share])
+    return counts | telemetry | {"signal": bool(advantage_NQ[x["exists_NQ"]].any())}
 
 
 def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: Run) -> None:
@@ -289,9 +292,8 @@ def evaluate(trainer: Trainer, tasks: list[Task], run: Run, name: str) -> None:
     spent = trainer.spent()
     if run.stopped():
         return
-    shares = all_gather([[dataclasses.replace(r, tokens=[], segment=[], logprobs=[]) for r in part]
-                         for part in (records, tries)])
-    run.evaluated[name] = figures(*([r for share in shares for r in share[part]] for part in (0, 1)))
+    everyone = ([r for share in all_gather(light(part)) for r in share] for part in (records, tries))
+    run.evaluated[name] = figures(*everyone)
     run.log({"phase": "held_out", "at": name} | run.evaluated[name] | spent)
     stop_at_voids(trainer, run.evaluated[name], records, f"the evaluation {name}")
 

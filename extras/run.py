@@ -95,13 +95,9 @@ def parse_config(argv: list[str], description: str = "") -> Config:
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     for f in dataclasses.fields(Config):
         tiny, paper = f.metadata["tiny"], f.metadata["paper"]
-        shown = f" [{tiny}]" if tiny == paper else f" [tiny {tiny}, else {paper}]"
-        parser.add_argument("--" + f.name.replace("_", "-"), type=f.type, metavar=f.type.__name__.upper(),
-                            help=f.metadata["help"] + shown)
+        add_flag(parser, f.name, None, f"{tiny}" if tiny == paper else f"tiny {tiny}, else {paper}")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
-    if given.get("env") in {f"{family}:" for family in WORLDS}:
-        print(listing(given["env"][:-1]))
-        sys.exit()
+    list_worlds(given.get("env", ""))
     preset = preset_of(given.get("model", "tiny"))  # a checkpoint knows the preset that it was trained with
     config = Config(**{f.name: f.metadata[preset] for f in dataclasses.fields(Config)} | given)
     if config.method != "faca" and (given.get("lam") or config.control != "none"):
@@ -114,6 +110,20 @@ def parse_config(argv: list[str], description: str = "") -> Config:
                                  simulator_extra=config.simulator_extra or extra_for(config.simulator))
     check_config(config)
     return config
+
+
+def add_flag(parser: argparse.ArgumentParser, name: str, default, shown: str) -> None:
+    """A flag for the option of that name."""
+    f = Config.__dataclass_fields__[name]
+    parser.add_argument("--" + name.replace("_", "-"), type=f.type, default=default, metavar=f.type.__name__.upper(),
+                        help=f"{f.metadata['help']} [{shown}]")
+
+
+def list_worlds(env: str) -> None:
+    """For "tau2:" and the like, prints what there is, and exits."""
+    if env in {f"{family}:" for family in WORLDS}:
+        print(listing(env[:-1]))
+        sys.exit()
 
 
 def preset_of(model: str) -> str:

@@ -33,7 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from env import Call, Env, EnvError, Task, ToolResult, communicated
+from env import Call, Env, EnvError, Task, ToolResult, communicated, shown
 
 TWO = ("airline", "retail", "telecom", "telecom-workflow")
 FAMILIES: dict[str, tuple[str, ...]] = {"tau": TWO[:2], "tau2": TWO, "tau3": (*TWO, "banking_knowledge")}
@@ -386,9 +386,8 @@ class Tau1(Domain):
         return self.wiki, []
 
     def holds(self, task: Task, state: dict, calls: list[Call], messages: list[dict], official: bool) -> bool:
-        shown = [m["content"] for m in messages if m["role"] == "assistant" and "tool_calls" not in m]
         told = pieces if official else communicated
-        return told(task.communicate, shown) and self.hash(state) == self.gold_hash(task)
+        return told(task.communicate, shown(messages)) and self.hash(state) == self.gold_hash(task)
 
 
 # -------------------------------------------------------------------------------------------------- the environment

@@ -321,7 +321,7 @@ class GoldAgent:
         return Sample(tokens, [0.0] * len(tokens), "end", 0)
 
 
-def gold_dialogue(task):
+def gold_dialogue(task, **caps):
     """The rollout in which gold is played, with the user by rule of fake_user.py over HTTP."""
     from extras.tiny import make_tokenizer
     from fake_user import FakeUser
@@ -330,8 +330,8 @@ def gold_dialogue(task):
     chat = Chat(make_tokenizer())
     with FakeUser() as server:
         endpoint = Endpoint("loopback-user", server.url)
-        (record,), _ = play_groups([(0, task)], 1, (0, 0), GoldAgent(task, chat), chat, Caps(context=10**6), 0,
-                                   endpoint=endpoint)
+        caps = Caps(**{"context": 10**6} | caps)
+        (record,), _ = play_groups([(0, task)], 1, (0, 0), GoldAgent(task, chat), chat, caps, 0, endpoint=endpoint)
     return record
 
 

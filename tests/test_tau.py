@@ -509,3 +509,11 @@ def test_a_dialogue_over_http_in_which_gold_is_played_ends_by_the_user_with_rewa
     assert used == [c.name for c in task.gold if c.requestor == "user"]
     private = [p["result"] for p in record.private if "tool" in p and len(p["result"]) > 40]
     assert not [r for r in private if r in json.dumps(record.messages)]  # what the device shows, no agent sees
+
+
+@tau2
+def test_gold_and_then_no_end_by_user_or_agent_gives_0():
+    task = writer("tau2:airline")
+    record = gold_dialogue(task, messages=len(task.gold))
+    assert sum("tool_calls" in m for m in record.messages) == len(task.gold) and score(task) == 1.0
+    assert (record.stop, record.reward) == ("max_messages", 0.0)

@@ -249,6 +249,7 @@ def test_eval_counts_the_checkpoint_on_seen_and_unseen_tasks(folder, tmp_path):
     records = load_rollouts(tmp_path / "r.jsonl")
     seen = set(json.loads((folder[0] / "model" / "faca.json").read_text())["trained_on"])
     unseen = [r.reward for r in records if r.task not in seen]
+    assert re.search(r"^held-out +all +unseen$", done.stdout, re.MULTILINE)
     assert line[1:3] == ["160", "1"] and 64 + 96 == len(records)
     assert float(line[3]) == pytest.approx(sum(r.reward for r in records) / 160, abs=1e-3)
     assert float(line[4]) == pytest.approx(sum(unseen) / len(unseen), abs=1e-3) and float(line[5]) == 0.0
