@@ -20,10 +20,11 @@ from pathlib import Path
 import torch
 
 from env import EnvError, Task, load_tasks, make_env
+from extras.checkpoint import PolicyError, load_policy, note_of
 from extras.run import Config, add_flag, list_worlds, progress
 from faca import REACTION
 from rollout import Caps, Chat, Rollout, Stop, play_groups, save_rollouts
-from sampler import PolicyError, Sampler, load_policy, note_of
+from sampler import Sampler
 from simulator import EndpointError, SimulatorError, endpoint_of, extra_for
 
 LABELS = (*REACTION, "invalid")

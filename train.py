@@ -30,10 +30,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 import faca
 from env import EnvError, Task, load_tasks
 from eval import STREAM, figures, longest_prompt, summary, table
+from extras.checkpoint import PolicyError, load_policy, note_of, save_policy
 from extras.run import (Config, Run, RunStopped, UsageError, all_gather, all_reduce, parse_config, preset_of,
                         start_processes, tasks_beside)
 from rollout import Caps, Chat, Rollout, credit_tensors, play_groups, stream_seed, token_tensors
-from sampler import PolicyError, Sampler, load_policy, note_of, save_policy, score
+from sampler import Sampler, score
 from simulator import SimulatorError, endpoint_of
 
 EXPERT = -1  # stands for the step in the random streams of the expert's dialogues, as eval.STREAM's does in evaluation

@@ -21,8 +21,8 @@ from tqdm import tqdm
 
 import faca
 from env import WORLDS, Task, listing, load_tasks
+from extras.checkpoint import find_policy, note_of
 from rollout import Rollout, save_rollouts
-from sampler import find_policy, note_of
 from simulator import endpoint_of, extra_for
 
 

@@ -19,7 +19,8 @@ from eval import summary
 from extras.mini import DOMAINS
 from extras.tiny import SPECIAL, TAGS, ExpertSampler, make_tiny
 from rollout import Caps, Chat, play_groups, token_tensors
-from sampler import PolicyError, Sampler, find_policy, load_policy, note_of, save_policy, score
+from extras.checkpoint import PolicyError, find_policy, load_policy, note_of, save_policy
+from sampler import Sampler, score
 
 torch.set_num_threads(1)
 TOKENIZER, MODEL = make_tiny(0)
