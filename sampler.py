@@ -13,20 +13,25 @@ turns. Every layer writes before it reads, so a page is shared from the moment i
 Pages count their users; a named one without users stays until it is the least recently used and room is needed.
 New weights forget every name.
 
+On CUDA torch's variable-length kernel reads the pages in place, and a step that only decodes replays a CUDA graph: one
+small copy to the device, one replay, one copy back. Elsewhere the pages are gathered into SDPA, the readable reference.
+
 Axes: B rows (requests), n new tokens of a row, T packed tokens, P pages, L = P * page positions, V ids, d head_dim.
 """
 
 import asyncio
 import hashlib
 import math
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
 
+import numpy as np
 import torch
-import torch.nn.functional as F
-from transformers import AttentionInterface
 
-ATTENTION = "paged_sampler"  # our name in transformers' registry; no mask function has it, so transformers builds none
+from extras.pages import ATTENTION, KERNEL_PAGE, PagePool, attend_gathered, attend_in_place, bucket
+
 ADMIT_TOKENS = 8192  # a step that feeds this many admits no more, which bounds the forward's activations
 GROUP_ROWS = 8  # attended together: few enough to be of like length, and to stay in a CPU's cache once gathered
 
@@ -47,7 +52,7 @@ class Request:
     done: asyncio.Future
     digests: list[bytes] = field(default_factory=list)  # names of the full pages of ids
     pages: list[int] = field(default_factory=list)
-    table: torch.Tensor | None = None  # pages on the device, int64
+    table: np.ndarray | None = None  # pages again, int64
     cached: int = 0  # how many of ids have keys and values in pages
     logprobs: list[float] = field(default_factory=list)
 
@@ -61,69 +66,19 @@ class Request:
             self.digests.append(hashlib.blake2b(text, digest_size=16).digest())
 
 
-class PagePool:
-    """Which pages have users, and which digest names which page. The keys and values themselves are elsewhere."""
-
-    def __init__(self, count):
-        self.free = list(range(count))
-        self.users = [0] * count
-        self.page_of, self.digest_of = {}, {}  # inverse to each other
-        self.idle = OrderedDict()  # named pages without users, least recently used first
-
-    def reserve(self, digests, total):
-        """`total` pages, the first of them found by `digests`: (pages, how many found), or None if too few are left."""
-        found = []
-        while len(found) < len(digests) and digests[len(found)] in self.page_of:
-            found.append(self.page_of[digests[len(found)]])
-        if total - len(found) > len(self.free) + len(self.idle) - sum(page in self.idle for page in found):
-            return None
-        for page in found:
-            self.idle.pop(page, None)
-        pages = found + [self.free.pop() if self.free else self._evict() for _ in range(total - len(found))]
-        for page in pages:
-            self.users[page] += 1
-        return pages, len(found)
-
-    def _evict(self):
-        page, _ = self.idle.popitem(last=False)
-        del self.page_of[self.digest_of.pop(page)]
-        return page
-
-    def name(self, pages, digests):
-        for page, digest in zip(pages, digests):
-            if digest not in self.page_of:  # else another request computes the same page, and this copy stays private
-                self.page_of[digest], self.digest_of[page] = page, digest
-
-    def release(self, pages):
-        for page in reversed(pages):  # the deepest is evicted first: it is found only through those before it
-            self.users[page] -= 1
-            if self.users[page] == 0 and page in self.digest_of:
-                self.idle[page] = None
-            elif self.users[page] == 0:
-                self.free.append(page)
+def kv_bytes_per_token(config, dtype):
+    """Bytes of one token's keys and values in all layers of a model of this config."""
+    return 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim_of(config) * dtype.itemsize
 
 
-def paged_attention(module, query, key, value, attention_mask, pages, slots, groups, scaling=None, **options):
-    """transformers' attention interface: query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d].
-
-    The forward's **kwargs bring the rest: pages, each layer's (keys, values); slots [T], where in [pages * page] each
-    token's go; groups, for rows with equally many new tokens (see Sampler._groups). A varlen kernel would go in here.
-    """
-    if unknown := [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]:
-        raise NotImplementedError(f"the sampler's attention has no {', '.join(unknown)}")
-    for stored, new in zip(pages[module.layer_idx], (key, value)):
-        stored.flatten(0, 1).index_copy_(0, slots, new[0].transpose(0, 1))
-    outputs = []
-    for start, table, mask in groups:
-        B, _, n, L = mask.shape
-        q = query[0, :, start : start + B * n].unflatten(1, (B, n)).transpose(0, 1)  # [B, heads, n, d]
-        k, v = (kv.index_select(0, table).view(B, L, *kv.shape[2:]).transpose(1, 2) for kv in pages[module.layer_idx])
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
-        outputs.append(out.transpose(1, 2).flatten(0, 1))  # [B * n, heads, d]
-    return torch.cat(outputs)[None], None
+def head_dim_of(config):
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-AttentionInterface.register(ATTENTION, paged_attention)
+def unpack(flat, T, B):
+    """Views of Sampler._pack's tensor: ids, positions, slots [T], starts [B + 1], lengths, u [B], table [B, P]."""
+    *fields, u, table = flat.split([T, T, T, B + 1, B, B, len(flat) - 3 * T - 3 * B - 1])
+    return *fields, u.view(torch.float64), table.view(B, -1)
 
 
 def uniform(seed, position):
@@ -152,32 +107,50 @@ class Sampler:
     """Continuous batching over one Hugging Face causal LM: whole, on one device, in eval mode.
 
     end_ids stop a sample. banned_ids (control ids, the embedding's unused rows) are never drawn and hold no mass.
-    kv_tokens is the cache's size in tokens, page the tokens of a page, max_batch the most requests that run at once.
+    kv_tokens is the cache's size in tokens (kv_bytes_per_token each), rounded up to whole pages; page the tokens of a
+    page (256 with the kernel, else 16); max_batch the most requests that run at once. kernel, whether attention is
+    torch's kernel: by default on CUDA in bfloat16 or float16, all that it takes. graphs, whether its decode steps are
+    padded to a bucket() of rows, and on CUDA captured; padding rows write to a scratch page and are ignored.
     stats counts forwards, tokens_fed, tokens_sampled, and tokens_reused (context tokens found in the cache).
     """
 
-    def __init__(self, model, end_ids, banned_ids=(), temperature=1.0, kv_tokens=2**16, page=16, max_batch=256):
-        self.model, self.temperature, self.page, self.max_batch = model, temperature, page, max_batch
+    def __init__(self, model, end_ids, banned_ids=(), temperature=1.0, kv_tokens=2**16, page=None, max_batch=256,
+                 kernel=None, graphs=True):
+        self.model, self.temperature, self.max_batch = model, temperature, max_batch
+        self.device, half = model.device, model.dtype in (torch.bfloat16, torch.float16)
+        self.kernel = kernel if kernel is not None else self.device.type == "cuda" and half
+        self.page = page or (KERNEL_PAGE if self.kernel else 16)
+        if self.kernel and self.device.type == "cuda" and (not half or self.page % KERNEL_PAGE):
+            raise ValueError(f"the attention kernel needs bfloat16 or float16 and pages of a multiple of {KERNEL_PAGE} "
+                             f"tokens, got {model.dtype} and {self.page}: choose so, or kernel=False")
         self.end_ids = frozenset(end_ids)
         self.version = 0
         self.stats = dict.fromkeys(("forwards", "tokens_fed", "tokens_sampled", "tokens_reused"), 0)
         self._task = None  # runs _run while there are requests
         self._waiting, self._running = deque(), []
-        config, vocab = model.config, model.get_output_embeddings().weight.shape[0]
-        self._banned = torch.zeros(vocab, dtype=torch.bool, device=model.device)
+        self._banned = torch.zeros(model.get_output_embeddings().weight.shape[0], dtype=torch.bool, device=self.device)
         self._banned[list(banned_ids)] = True
-        self._pool = PagePool(kv_tokens // page)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        shape = (2, kv_tokens // page, page, config.num_key_value_heads, head_dim)
+        self._pool = PagePool(-(-kv_tokens // self.page))
+        self._pad = graphs and self.kernel
+        self._graphs = {}  # by batch size: (input, CUDA graph, output)
+        self._shapes = [p.shape for p in model.parameters()]
+        self._cache = self._new_cache()  # per layer (keys, values); None asleep
+
+    def _new_cache(self):
+        config, pages = self.model.config, len(self._pool.users) + 1  # the last is the scratch page
+        shape = (2, pages, self.page, config.num_key_value_heads, head_dim_of(config))
         # zeros, not empty: what the mask hides still enters a product, and 0 * nan is nan
-        layers = [torch.zeros(shape, dtype=model.dtype, device=model.device) for _ in range(config.num_hidden_layers)]
-        self._cache = [layer.unbind() for layer in layers]  # per layer (keys, values)
+        layers = range(config.num_hidden_layers)
+        return [torch.zeros(shape, dtype=self.model.dtype, device=self.device).unbind() for _ in layers]
 
     async def sample(self, ids, max_tokens, seed):
         """Continue `ids` by at most max_tokens -> Sample. The token at position p depends on ids, weights, seed and p.
 
-        Raises ValueError for what can never be served, and whatever a forward raised while this request was waiting.
+        Raises ValueError for what can never be served, RuntimeError asleep, and whatever a forward raised while this
+        request was waiting.
         """
+        if self._cache is None:
+            raise RuntimeError("the sampler is asleep: it has neither weights nor cache until wake(parameters)")
         ids, vocab, capacity = [int(i) for i in ids], len(self._banned), len(self._pool.users) * self.page
         if not ids or max_tokens < 1 or not 0 <= min(ids) <= max(ids) < vocab:
             raise ValueError(f"needs context ids below {vocab} and max_tokens of 1 or more: {len(ids)}, {max_tokens}")
@@ -195,10 +168,43 @@ class Sampler:
 
     def weights_changed(self):
         """Forget every cached page and count a new version. Raises RuntimeError while requests are in flight."""
-        if self._waiting or self._running:
-            raise RuntimeError(f"weights changed under {len(self._waiting) + len(self._running)} requests in flight")
+        self._require_idle("weights changed")
         self.version += 1
         self._pool = PagePool(len(self._pool.users))
+
+    def sleep(self):
+        """Free the memory of the cache, the graphs and the model's parameters, until wake().
+
+        Raises RuntimeError while requests are in flight; nothing to do if asleep.
+        """
+        self._require_idle("sleep")
+        self._cache = None
+        self._graphs.clear()  # they hold the addresses of what goes
+        for p in self.model.parameters():
+            p.data = torch.empty(0, dtype=p.dtype, device=p.device)
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.no_grad()
+    def wake(self, parameters):
+        """New weights, asleep or awake: full tensors in the order of model.parameters(), copied one at a time.
+
+        A tied weight comes once. What was cached is forgotten, as by weights_changed(). Raises RuntimeError while
+        requests are in flight, ValueError for tensors of another number or shape; then the sampler is asleep.
+        """
+        self._require_idle("wake")
+        self._cache = None
+        self._graphs.clear()
+        for (name, p), shape, new in zip(self.model.named_parameters(), self._shapes, parameters, strict=True):
+            if new.shape != shape:
+                raise ValueError(f"{name} has the shape {list(shape)}, the tensor to wake with {list(new.shape)}")
+            p.data = torch.empty(shape, dtype=p.dtype, device=p.device).copy_(new)
+        self._cache = self._new_cache()
+        self.weights_changed()
+
+    def _require_idle(self, what):
+        if self._waiting or self._running:
+            raise RuntimeError(f"{what} under {len(self._waiting) + len(self._running)} requests in flight")
 
     async def _run(self):
         try:
@@ -241,7 +247,7 @@ class Sampler:
             if reserved is None:
                 return
             request.pages, found = reserved
-            request.table = torch.tensor(request.pages, device=self._banned.device)
+            request.table = np.array(request.pages)
             request.cached = found * self.page
             self._pool.name(request.pages[found:], request.digests[found:])
             self._running.append(self._waiting.popleft())
@@ -270,38 +276,86 @@ class Sampler:
     @torch.no_grad()  # inference_mode would leave tensors in the model that autograd refuses
     def _forward(self, rows):
         """Feed every row's uncached ids; rows come sorted by how many. -> (tokens, log-probs), one per row."""
-        device, page = self._banned.device, self.page
-        ids = [i for row in rows for i in row.ids[row.cached :]]
-        positions = [p for row in rows for p in range(row.cached, len(row.ids))]
-        slots = [row.pages[p // page] * page + p % page for row in rows for p in range(row.cached, len(row.ids))]
-        packed = torch.tensor([ids, positions, slots], device=device)  # [3, T]
-        last = torch.tensor([row.new for row in rows], device=device).cumsum(0) - 1
-        paged = {"pages": self._cache, "slots": packed[2], "groups": self._groups(rows, packed[1])}
+        fed, most = sum(row.new for row in rows), rows[-1].new
+        if self._pad and most == 1:
+            B = bucket(len(rows))
+            output = self._decode(self._pack(rows, B, len(self._pool.users)), B)
+        else:
+            packed = self._pack(rows, len(rows), max(-(-len(row.ids) // self.page) for row in rows))
+            output = self._compute(packed.to(self.device, non_blocking=True), fed, len(rows), most, rows)
+        tokens, logprobs = output.cpu()[:, : len(rows)].tolist()  # the one time that a step waits for the device
+        self.stats["forwards"] += 1
+        self.stats["tokens_fed"] += fed
+        self.stats["tokens_sampled"] += len(rows)
+        return [int(token) for token in tokens], logprobs
+
+    def _pack(self, rows, B, P):
+        """All that a forward needs of the rows, padded to B of them, in one int64 tensor for unpack()."""
+        page, scratch, pad = self.page, len(self._pool.users), B - len(rows)
+        fed = [(row, p) for row in rows for p in range(row.cached, len(row.ids))]
+        ids = [row.ids[p] for row, p in fed] + [0] * pad
+        positions = [p for _, p in fed] + [0] * pad
+        slots = [row.pages[p // page] * page + p % page for row, p in fed] + [scratch * page] * pad
+        starts = list(accumulate([row.new for row in rows] + [1] * pad, initial=0))
+        lengths = [len(row.ids) for row in rows] + [1] * pad
+        u = np.array([uniform(row.seed, len(row.ids)) for row in rows] + [0.0] * pad)
+        table = np.full((B, P), scratch)
+        for i, row in enumerate(rows):
+            used = row.table[:P]
+            table[i, : len(used)] = used
+        packed = np.concatenate((ids, positions, slots, starts, lengths, u.view(np.int64), table.ravel()))
+        packed = torch.from_numpy(packed)
+        return packed.pin_memory() if self.device.type == "cuda" else packed
+
+    def _decode(self, packed, B):
+        """_compute for B rows of one token each. On CUDA by a graph, captured when this B is first met."""
+        if self.device.type != "cuda":
+            return self._compute(packed, B, B, 1)
+        if B not in self._graphs:
+            static, graph, stream = packed.to(self.device), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            memory = next((graph.pool() for _, graph, _ in self._graphs.values()), None)  # one for all: they take turns
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._compute(static, B, B, 1)  # what libraries set up when first used cannot be captured
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):  # NCCL's thread goes on
+                output = self._compute(static, B, B, 1)
+            self._graphs[B] = static, graph, output
+        static, graph, output = self._graphs[B]
+        static.copy_(packed, non_blocking=True)
+        graph.replay()
+        return output
+
+    def _compute(self, packed, T, B, most, rows=None):
+        """One forward and one draw: packed on the device -> [2, B] float64, tokens and log-probs."""
+        ids, positions, slots, starts, lengths, u, table = unpack(packed, T, B)
+        if self.kernel:
+            attend = partial(attend_in_place, starts=starts.int(), lengths=lengths.int(), table=table.int(), most=most)
+        else:
+            attend = partial(attend_gathered, groups=self._groups(rows, positions, table))
+        paged = {"pages": self._cache, "slots": slots, "attend": attend}
         config, original = self.model.config, self.model.config._attn_implementation
         config._attn_implementation = ATTENTION  # for this forward only: others use the model and its config
         try:
-            output = self.model(packed[:1], position_ids=packed[1:2], use_cache=False, logits_to_keep=last, **paged)
+            output = self.model(ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=starts[1:] - 1,
+                                **paged)
         finally:
             config._attn_implementation = original
-        u = torch.tensor([uniform(row.seed, len(row.ids)) for row in rows], dtype=torch.float64, device=device)
         tokens, logprobs = draw(output.logits[0], u, self._banned, self.temperature)
-        self.stats["forwards"] += 1
-        self.stats["tokens_fed"] += len(ids)
-        self.stats["tokens_sampled"] += len(rows)
-        return tokens.tolist(), logprobs.tolist()
+        return torch.stack((tokens.double(), logprobs.double()))
 
-    def _groups(self, rows, positions):
-        """(first token in T, page table [B * P], mask [B, 1, n, L]) for each few rows of equal n. positions [T]."""
-        groups, start = [], 0
+    def _groups(self, rows, positions, table):
+        """attend_gathered's groups: a few rows of equal n each. positions [T], table [B, P]."""
+        groups, start, first = [], 0, 0
         for n in sorted({row.new for row in rows}):
             same = [row for row in rows if row.new == n]
             for few in (same[i : i + GROUP_ROWS] for i in range(0, len(same), GROUP_ROWS)):
-                stop = start + len(few) * n
+                stop, last = start + len(few) * n, first + len(few)
                 P = -(-len(few[-1].ids) // self.page)  # the last is the longest
-                table = torch.nn.utils.rnn.pad_sequence([row.table[:P] for row in few], batch_first=True)
                 gathered = torch.arange(P * self.page, device=positions.device)
-                groups.append((start, table.flatten(), gathered <= positions[start:stop].view(len(few), 1, n, 1)))
-                start = stop
+                mask = gathered <= positions[start:stop].view(len(few), 1, n, 1)
+                groups.append((start, table[first:last, :P].flatten(), mask))
+                start, first = stop, last
         return groups
 
 
