@@ -128,8 +128,9 @@ class Sampler:
         self.stats = dict.fromkeys(("forwards", "tokens_fed", "tokens_sampled", "tokens_reused"), 0)
         self._task = None  # runs _run while there are requests
         self._waiting, self._running = deque(), []
-        self._banned = torch.zeros(model.get_output_embeddings().weight.shape[0], dtype=torch.bool, device=self.device)
-        self._banned[list(banned_ids)] = True
+        banned = torch.zeros(model.get_output_embeddings().weight.shape[0], dtype=torch.bool)
+        banned[list(banned_ids)] = True
+        self._banned = banned.to(self.device)
         self._pool = PagePool(-(-kv_tokens // self.page))
         self._pad = graphs and self.kernel
         self._graphs = {}  # by batch size: (input, CUDA graph, output)
@@ -312,13 +313,10 @@ class Sampler:
         if self.device.type != "cuda":
             return self._compute(packed, B, B, 1)
         if B not in self._graphs:
-            static, graph, stream = packed.to(self.device), torch.cuda.CUDAGraph(), torch.cuda.Stream()
+            static, graph = packed.to(self.device), torch.cuda.CUDAGraph()
             memory = next((graph.pool() for _, graph, _ in self._graphs.values()), None)  # one for all: they take turns
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                self._compute(static, B, B, 1)  # what libraries set up when first used cannot be captured
-            torch.cuda.current_stream().wait_stream(stream)
-            with torch.cuda.graph(graph, memory, stream, capture_error_mode="thread_local"):  # NCCL's thread goes on
+            self._compute(static, B, B, 1)  # what libraries set up when first used cannot be captured
+            with torch.cuda.graph(graph, memory, capture_error_mode="thread_local"):  # NCCL's thread is not held up
                 output = self._compute(static, B, B, 1)
             self._graphs[B] = static, graph, output
         static, graph, output = self._graphs[B]
