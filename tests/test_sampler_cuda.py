@@ -76,7 +76,7 @@ def test_kernel_and_padding_change_no_token(kernel_calls):
 
 
 def test_kernel_is_told_where_rows_start_how_long_they_are_and_which_pages_they_own(kernel_calls):
-    """Contexts of 5 and 9 tokens in pages of 4, 2 new tokens each: 2 and 3 pages, taken from the pool's end, 7 first."""
+    """Contexts of 5 and 9 tokens in pages of 4, 2 new tokens each: 2 and 3 pages, from the pool's end: 7 first."""
     run(new(page=4, kernel=True, kv_tokens=32, end_ids=()), [(context(5), 2, 0), (context(9, 1), 2, 1)])
     prefill, decode = kernel_calls[0], kernel_calls[2]
     assert metadata(prefill) == ([0, 5, 14], [5, 9], 9, [[7, 6, 8], [5, 4, 3]])  # 8: the scratch page, never read
@@ -101,6 +101,62 @@ def test_decode_steps_are_padded_to_buckets_and_others_are_not(kernel_calls):
     run(new(page=8, kernel=True, end_ids=()), [(context(9, k), 1 + k, k) for k in range(9)])
     rows = [len(args[0]) for args, _ in kernel_calls[::2]]  # tokens; in a decode step of 8, 7, 6, ... rows
     assert rows == [81, 8, 8, 8, 8, 4, 4, 2, 1]
+
+
+class Cuda(str):  # the CPU's name, for tensors; the sampler asks for the type
+    type = "cuda"
+
+
+class Graph:
+    """torch.cuda's CUDAGraph and graph in one, on a CPU: what was computed under it is computed again by replay()."""
+
+    live = None  # the graph that captures now
+
+    def __call__(self, graph, pool=None, stream=None, capture_error_mode="global"):
+        graph.shared = pool
+        Graph.live = graph
+        return self
+
+    def __enter__(self):
+        pass
+
+    def __exit__(self, *_):
+        Graph.live = None
+
+    def pool(self):
+        return "pool"
+
+    def replay(self):
+        self.output.copy_(self.compute())
+
+
+def test_every_bucket_is_captured_once_replayed_on_new_inputs_and_dropped_with_the_weights(kernel_calls, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", Graph())
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
+    sampler = new(tiny(), kernel=True, page=8, end_ids=())
+    sampler.device, compute = Cuda("cpu"), sampler._compute
+
+    def recorded(*args):
+        output = compute(*args)
+        if Graph.live:
+            Graph.live.compute, Graph.live.output = lambda: compute(*args), output
+        return output
+
+    sampler._compute = recorded
+    requests = [(context(9 + k, k), 3 + k, k) for k in range(4)]
+    samples = run(sampler, requests)
+    assert [s.tokens for s in samples] == [s.tokens for s in run(new(tiny(), end_ids=()), requests)]
+    for (ids, _, _), sample in zip(requests, samples):
+        assert_fresh(sampler.model, ids, sample)
+    assert set(sampler._graphs) == {1, 2, 4}
+    assert [graph.shared for _, graph, _ in sampler._graphs.values()] == [None, "pool", "pool"]
+    forwards, graphs = sampler.stats["forwards"], dict(sampler._graphs)
+    sampler.weights_changed()  # in place: the addresses stay
+    run(sampler, requests)
+    assert sampler._graphs == graphs and sampler.stats["forwards"] == 2 * forwards
+    sampler.wake(tiny(seed=1).parameters())
+    assert not sampler._graphs
 
 
 def test_a_decode_step_reads_nothing_back_and_mixes_no_devices():
