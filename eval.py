@@ -22,8 +22,9 @@ import torch
 from env import EnvError, Task, load_tasks, make_env
 from extras.checkpoint import PolicyError, load_policy, note_of
 from extras.run import Config, add_flag, list_worlds, progress
+from extras.show import save_rollouts
 from faca import REACTION
-from rollout import Caps, Chat, Rollout, Stop, play_groups, save_rollouts
+from rollout import Caps, Chat, Rollout, Stop, play_groups
 from sampler import Sampler
 from simulator import EndpointError, SimulatorError, endpoint_of, extra_for
 
@@ -99,7 +100,8 @@ def run(options: argparse.Namespace) -> None:
     endpoint = endpoint_of(options, {task.domain for task in tasks})
     if endpoint:
         endpoint.check()
-    tokenizer, _, model = load_policy(options.model, 0, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    tokenizer, model = load_policy(options.model, 0, torch.device(device), dtype)
     note, chat = note_of(options.model), Chat(tokenizer)
     given = {"context": options.max_context, "message_tokens": options.max_message_tokens}
     caps = Caps(**note.get("caps", {}) | {name: value for name, value in given.items() if value} | {"official": True})

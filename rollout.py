@@ -1,6 +1,6 @@
 """tau_k = (x, a_1, u_2, ..., a_T, u_{T+1}): one dialogue between agent, tools and user, kept token for token (Eq. 1).
 
-Three things are here: the chat format, the dialogue loop, and the record that it fills, with its file format. Ids
+Three things are here: the chat format, the dialogue loop, and the record that it fills (its file: extras/show.py). Ids
 sampled are ids trained: nothing is decoded and encoded again. Whatever is not the agent's is appended as the chat
 template's own delta, found by rendering it after a marked agent message and keeping what follows the mark; so the turn
 borders, the newline after them and the generation prompt come from the template, whichever it is. Each token carries
@@ -24,10 +24,9 @@ import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import accumulate
-from pathlib import Path
 
 import torch
 
@@ -425,23 +424,18 @@ def credit_tensors(records: list[Rollout]) -> dict[str, torch.Tensor]:
     }
 
 
-def token_tensors(records: list[Rollout], pad_id: int) -> tuple[torch.Tensor, ...]:
-    """(tokens_NT, segment_NT, logprob_NT, advantage_NQ), padded on the right, where causal attention never looks.
+def packed(records: list[Rollout], pad_id: int) -> tuple:
+    """Rollouts end to end in one row, without padding: (tokens_1T, segment_1T, logprob_1T, advantage_1Q, lengths).
 
-    For no records, one row that has nothing to train: a rank without a share still joins every forward pass.
+    Segments are numbered through, so that each token finds its own advantage in advantage_1Q. For no records, one token
+    that has nothing to train: a rank without a share still joins every forward pass.
     """
-    records = records or [Rollout("", "", 0, 0, 0)]
-    return (padded([r.tokens for r in records], pad_id, torch.long),
-            padded([r.segment for r in records], -1, torch.long),
-            padded([r.logprobs for r in records], 0.0, torch.float32),
-            padded([r.advantage for r in records], 0.0, torch.float32))
-
-
-def save_rollouts(path: Path, records: list[Rollout]) -> None:
-    """One JSON object a line, under a name of its own until it is whole."""
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(asdict(r)) + "\n" for r in records))
-    part.replace(path)
+    records = records or [Rollout("", "", 0, 0, 0, [pad_id], [-1], [0.0])]
+    before = accumulate((len(r.advantage) for r in records), initial=0)
+    segment = [s if s < 0 else s + n for r, n in zip(records, before, strict=False) for s in r.segment]
+    return (torch.tensor([[t for r in records for t in r.tokens]]), torch.tensor([segment]),
+            torch.tensor([[p for r in records for p in r.logprobs]]),
+            torch.tensor([[a for r in records for a in r.advantage]]), [len(r.tokens) for r in records])
 
 
 if __name__ == "__main__":

@@ -29,8 +29,12 @@ from itertools import accumulate
 
 import numpy as np
 import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface
 
-from extras.pages import ATTENTION, KERNEL_PAGE, PagePool, attend_gathered, attend_in_place, bucket
+from extras.pages import ATTENTION, KERNEL_PAGE, PagePool, attend_gathered, attend_in_place, bucket, refuse_unknown
 
 ADMIT_TOKENS = 8192  # a step that feeds this many admits no more, which bounds the forward's activations
 GROUP_ROWS = 8  # attended together: few enough to be of like length, and to stay in a CPU's cache once gathered
@@ -359,16 +363,62 @@ class Sampler:
 
 # ----------------------------------------------------------------------------------------------------------- scoring
 
+PACKED = "packed_sequences"
+HEAD_LOGITS = 2**28  # logits held at once in scoring: 1 GiB in fp32 (chosen)
 
-def score(model, tokens_NT: torch.Tensor, mask_NT: torch.Tensor, temperature: float, banned: torch.Tensor):
-    """log pi(token t | tokens before t) where mask_NT is True, 0 elsewhere, and the summed entropy there.
 
-    The distribution is the one that draw() samples from: temperature applied, banned ids excluded. Logits are made for
-    those places alone, never T x V; no attention mask and no cache, so that padding on the right changes nothing.
+def packed_attention(module, query, key, value, attention_mask, lengths, borders, scaling=None, **options):
+    """transformers' attention interface for one row of whole sequences, each causal in itself: no mask, no padding.
+
+    query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d]. lengths, of the sequences, add up to
+    T; borders [sequences + 1] int32 are where they begin and end, for the kernel that CUDA has.
     """
-    hidden_NTD = model.model(input_ids=tokens_NT, use_cache=False).last_hidden_state
-    logits_MV = model.lm_head(hidden_NTD[:, :-1][mask_NT[:, 1:]]).float()  # position t-1 predicts token t
-    logprobs_MV = (logits_MV.index_fill(1, banned, -math.inf) / temperature).log_softmax(-1)
-    logp_M = logprobs_MV.gather(1, tokens_NT[mask_NT][:, None])[:, 0]
-    entropy = -(logprobs_MV.detach().exp() * logprobs_MV.detach().clamp(min=-1e4)).sum()
-    return torch.zeros_like(tokens_NT, dtype=torch.float32).masked_scatter(mask_NT, logp_M), entropy
+    refuse_unknown(options)
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        out = varlen_attn(q, k, v, borders, borders, max(lengths), max(lengths), scale=scaling, window_size=(-1, 0),
+                          enable_gqa=True)
+        return out[None], None
+    rows = zip(*(x.split(lengths, 2) for x in (query, key, value)))
+    out = [F.scaled_dot_product_attention(*row, is_causal=True, scale=scaling, enable_gqa=True) for row in rows]
+    return torch.cat(out, 2).transpose(1, 2), None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+def score(model, tokens_1T, lengths, mask_1T, temperature: float, banned):
+    """log pi(token t | tokens of its sequence before t) where mask_1T is True, else 0; and the summed entropy there.
+
+    tokens_1T is one row of sequences packed end to end, lengths are theirs; model.config names PACKED as attention. The
+    distribution is the one that draw() samples from: temperature applied, banned ids excluded. The head sees those
+    places alone, never T x V, and above HEAD_LOGITS a chunk at a time, recomputed in backward. Returns (1, T) and ().
+    Raises ValueError for a mask that is True at the first token of a sequence, which nothing predicts.
+    """
+    ends = torch.tensor(lengths).cumsum(0)
+    starts = ends - torch.tensor(lengths)
+    if mask_1T[0, starts.to(mask_1T.device)].any():
+        raise ValueError("the first token of a sequence has no context: it can't be scored")
+    positions = torch.arange(tokens_1T.shape[1]) - starts.repeat_interleave(torch.tensor(lengths))
+    borders = F.pad(ends, (1, 0)).to(tokens_1T.device, torch.int32)
+    hidden_1TD = model.model(input_ids=tokens_1T, position_ids=positions[None].to(tokens_1T.device), use_cache=False,
+                             lengths=lengths, borders=borders).last_hidden_state
+    hidden_MD = hidden_1TD[:, :-1][mask_1T[:, 1:]]  # position t-1 predicts token t
+    rows = max(1, HEAD_LOGITS // model.lm_head.out_features)
+    chunks = list(zip(hidden_MD.split(rows), tokens_1T[mask_1T].split(rows), strict=True))
+    if len(chunks) == 1:
+        scored = [score_rows(model.lm_head, *chunks[0], temperature, banned)]
+    else:
+        scored = [checkpoint(score_rows, model.lm_head, *chunk, temperature, banned, use_reentrant=False)
+                  for chunk in chunks]
+    logp_M = torch.cat([logp for logp, _ in scored])
+    logp_1T = torch.zeros_like(tokens_1T, dtype=torch.float32).masked_scatter(mask_1T, logp_M)
+    return logp_1T, sum(entropy for _, entropy in scored)
+
+
+def score_rows(head, hidden_MD, tokens_M, temperature: float, banned):
+    """Log-probs of tokens_M under the head's distribution at each row, (M,), and the rows' summed entropy."""
+    logits_MV = head(hidden_MD).float().index_fill(1, banned, -math.inf)
+    logp_MV = (logits_MV if temperature == 1 else logits_MV / temperature).log_softmax(-1)
+    entropy = torch.special.entr(logp_MV.detach().exp()).sum()
+    return logp_MV.gather(1, tokens_M[:, None])[:, 0], entropy

@@ -3,6 +3,7 @@
     torchrun train.py                                  tiny model, embedded domain, two CPU cores: SFT, then FACA
     torchrun train.py --method grpo --model RUN/sft    the matched control, from that run's SFT checkpoint
     torchrun --nproc-per-node 2 train.py               the same on two ranks
+    torchrun train.py --resume RUN                     goes on with a run that was stopped or killed
 
 One step: G prompts x K rollouts -> rewards and private reactions -> Eq. 6 -> Eqs. 7-8 -> one AdamW step. Interactive
 GRPO is lambda 0 on the same path: the arms differ in the advantage and nothing else, and their first rollouts are equal
@@ -10,32 +11,34 @@ token for token. Whole groups stay on one rank; credit is computed from the rewa
 controls and telemetry do not depend on their number; the loss is a mean over the trainable tokens of all rollouts of
 all ranks. What the paper leaves open is chosen: a star in the help, and the list in the README.
 
-Axes: G prompts, K rollouts of each, N rollouts, Q segments, T tokens.
+Whatever is random is made from the seed and the step, so a run resumes exactly from weights, optimizer and step.
+
+Axes: G prompts, K rollouts of each, N rollouts, Q segments, T tokens; 1T is a row of whole rollouts, packed.
 """
 
-import dataclasses
+import asyncio
 import math
 import os
 import random
 import sys
 import time
-from collections import Counter
-from dataclasses import asdict
-from pathlib import Path
+import traceback
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import register_fsdp_forward_method
 
 import faca
 from env import EnvError, Task, load_tasks
 from eval import STREAM, figures, longest_prompt, summary, table
-from extras.checkpoint import PolicyError, load_policy, note_of, save_policy
-from extras.run import (Config, Run, RunStopped, UsageError, all_gather, all_reduce, parse_config, preset_of,
-                        start_processes, tasks_beside)
-from rollout import Caps, Chat, Rollout, credit_tensors, play_groups, stream_seed, token_tensors
-from sampler import Sampler, score
-from simulator import SimulatorError, endpoint_of
+from extras.checkpoint import PolicyError, SaveError, load_sharded, note_of, origin_of, resume, save, save_export
+from extras.plan import flops_per_token, peak_flops, shape_from
+from extras.ranks import (Actors, RunStopped, UsageError, all_gather, all_reduce, ask_first, light, peak_memory,
+                          start_processes)
+from extras.run import Config, Run, parse_config, tasks_beside
+from extras.sft import DataError, load_dialogues, split
+from rollout import Chat, Rollout, credit_tensors, packed, padded, play_groups, stream_seed
+from sampler import PACKED, Sampler, kv_bytes_per_token, score
 
 EXPERT = -1  # stands for the step in the random streams of the expert's dialogues, as eval.STREAM's does in evaluation
 
@@ -50,172 +53,208 @@ class Trainer:
         self.config = config
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.tokenizer, self.model, replica = load_policy(config.model, config.seed, self.device)
-        self.half = self.device.type == "cuda"
-        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if self.half else MixedPrecisionPolicy()
-        for layer in self.model.model.layers:
-            fully_shard(layer, mp_policy=policy)
-        fully_shard(self.model, mp_policy=policy)
+        self.half = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.tokenizer, self.model, replica = load_sharded(config.model, config.seed, self.device, self.half)
+        self.model.config._attn_implementation = PACKED
+        self.model.train(config.recompute)  # it has no dropout; transformers recomputes in this mode alone
+        if config.recompute:
+            self.model.activation_checkpointing_enable()
         self.model.score = score.__get__(self.model)
         register_fsdp_forward_method(self.model, "score")
         self.chat = Chat(self.tokenizer)
         banned = self.chat.banned_ids(self.model.config.vocab_size)
         self.banned = torch.tensor(banned, dtype=torch.long, device=self.device)
-        self.sampler = Sampler(replica, self.chat.end_ids, banned, config.temperature, config.kv_tokens)
-        self.caps = Caps(config.max_messages, config.max_message_tokens, config.max_context, config.max_errors,
-                         config.max_dialogue_steps)
-        domains = {task.domain for task in load_tasks(config.env, "train")}
-        self.endpoint = endpoint_of(config, domains, self.world)
-        self.optimizer = None
+        kv_tokens = int(config.kv_gib * 2**30) // kv_bytes_per_token(replica.config, self.half)
+        if kv_tokens < config.max_context + 512:
+            raise UsageError(f"--kv-gib {config.kv_gib} holds {kv_tokens} tokens of {config.model}, too few for "
+                             f"dialogues of --max-context {config.max_context}")
+        self.sampler = Sampler(replica, self.chat.end_ids, banned, config.temperature, kv_tokens)
+        self.refresh_sampler()
+        self.actors = Actors(config, self.sampler, self.chat)
         self.trained_on = set(note_of(config.model).get("trained_on", ()))
+        self.optimizer, self.bad_steps = None, 0  # in a row
+        self.at = self.saved = None  # (phase, step) that comes next; that of the newest checkpoint
 
-    def start(self, weight_decay: float) -> None:  # a fresh optimizer, for a phase of its own
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99), weight_decay=weight_decay)
+    def update(self, records: list[Rollout], lr: float, objective, updates: int = 1) -> dict[str, float]:
+        """Optimizer steps on the rollouts of all ranks, each on all of them; every rank runs as many forward passes.
 
-    def roll_out(self, tasks: list[Task], rollouts: int, key: tuple[int, int], run: Run, name: str, official=False):
-        """This rank's share of the tasks, a group each, and the void tries made again; none after a stop. Collective.
-
-        Where the user's endpoint refuses for good, what is complete is kept, and the run stops on all ranks.
+        objective(logp_1T, old_logp_1T, advantage_1T, mask_1T, denominator) -> (loss, stats) as faca.clipped_loss.
+        A step whose loss or gradient is not finite is skipped on all ranks; too many of them in a row stop the run.
         """
-        groups = list(enumerate(tasks))[self.rank::self.world]
-        complete, tries, refusal, flag = [], [], "", run.path / "refused"
-        with run.bar(range(len(groups) * rollouts), name, aside=not official) as bar:
-            def halt() -> bool:
-                if self.endpoint:
-                    bar.set_postfix_str(self.endpoint.status(), refresh=False)
-                    bar.update(0)  # shows it, when it is time to
-                return run.signalled or flag.exists()
-
-            try:
-                records, tries = play_groups(
-                    groups, rollouts, key, self.sampler, self.chat, dataclasses.replace(self.caps, official=official),
-                    self.config.void_retries, lambda record: (complete.append(record), bar.update()), halt,
-                    self.endpoint)
-            except SimulatorError as error:
-                refusal = str(error)
-                flag.touch()  # the other ranks give up too, and need not wait for users who may take long
-        refusals = list(filter(None, all_gather(refusal)))
-        if refusals:
-            flag.unlink(missing_ok=True)
-            run.keep(f"{name} unfinished", complete)
-            raise RunStopped(f"{refusals[0]}; complete rollouts are kept in {run.path}/rollouts")
-        return records, tries
-
-    def spent(self) -> dict:
-        """What the user's endpoint was asked since the last call, over all ranks. Collective."""
-        if not self.endpoint:
-            return {}
-        shares = all_gather((self.endpoint.take(), sorted(set(self.endpoint.answered.values()))))
-        models = sorted({model for _, answered in shares for model in answered})
-        return {f"simulator/{name}": sum(tally[name] for tally, _ in shares) for name in shares[0][0]} | {
-            "simulator/model": ", ".join(models)}
-
-    def update(self, records: list[Rollout], lr: float, objective) -> dict[str, float]:
-        """One optimizer step on the rollouts of all ranks; every rank runs the same number of forward passes.
-
-        objective(logp_NT, old_logp_NT, advantage_NT, mask_NT, denominator) -> (loss, stats) as faca.clipped_loss.
-        """
-        batches = micro_batches(records, self.config.tokens_per_microbatch)
-        passes = int(all_reduce(len(batches), max))
-        denominator = all_reduce(sum(s >= 0 for r in records for s in r.segment))
-        found = []
-        for i in range(passes):
-            batch = token_tensors(batches[i] if i < len(batches) else [], self.tokenizer.pad_token_id)
-            tokens_NT, segment_NT, sampled_NT, advantage_NQ = (x.to(self.device) for x in batch)
-            mask_NT = segment_NT >= 0
-            logp_NT, entropy = self.model.score(tokens_NT, mask_NT, self.config.temperature, self.banned)
-            # In bf16 sampler and trainer round differently: the trainer's own logprobs keep the first ratio at 1.
-            old_NT = logp_NT.detach() if self.half else sampled_NT
-            advantage_NT = faca.token_advantage(advantage_NQ, segment_NT)
-            loss, stats = objective(logp_NT, old_NT, advantage_NT, mask_NT, denominator)
-            (loss * self.world).backward()  # FSDP averages over ranks, the denominator is global already
-            gap = (logp_NT.detach() - sampled_NT)[mask_NT].abs()
-            found.append({"loss": loss.item(), "entropy": entropy.item(), "logprob_gap": gap.sum().item()}
-                         | {name: value.item() for name, value in stats.items()})
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip).full_tensor().item()
-        if not math.isfinite(norm):
-            raise RunStopped(f"the gradient's norm is {norm}: the run has diverged, try a lower learning rate")
+        batches = self.packed(records)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        seen: list[dict[str, float]] = []
+        for _ in range(updates):
+            stats = self.backward(batches, objective)
+            norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip).full_tensor().item()
+            finite = math.isfinite(norm) and math.isfinite(stats["loss"])
+            if finite:
+                self.optimizer.step()
+            self.optimizer.zero_grad()
+            seen.append({"grad_norm": norm, "lr": lr, "skipped": int(not finite)} | stats)
+        self.bad_steps = self.bad_steps + 1 if any(stats["skipped"] for stats in seen) else 0
+        if self.bad_steps > self.config.max_bad_steps:
+            raise RunStopped(f"the loss is {stats['loss']} and the gradient's norm {norm}, the {self.bad_steps}. such "
+                             "step in a row: the run has diverged, try a lower learning rate")
+        last = ("clipped", "k3", "ratio_max", "ratio_min")  # of the others, what the first update saw
+        return seen[0] | {name: seen[-1][name] for name in last} | {"skipped": sum(s["skipped"] for s in seen)}
+
+    def packed(self, records: list[Rollout]) -> list[dict]:
+        """This rank's micro-batches on its device, as many as every other rank's. Collective."""
+        batches = micro_batches(records, self.config.tokens_per_microbatch)
+        passes = int(all_reduce(len(batches), max))
+        names = ("tokens_1T", "segment_1T", "sampled_1T", "advantage_1Q", "lengths")
+        return [{name: x.to(self.device) if torch.is_tensor(x) else x
+                 for name, x in zip(names, packed(batch, self.tokenizer.pad_token_id), strict=True)}
+                for batch in [*batches, *([] for _ in range(passes - len(batches)))]]
+
+    def backward(self, batches: list[dict], objective, train: bool = True) -> dict[str, float]:
+        """The gradient of the objective over the micro-batches of all ranks, and what it saw. Collective.
+
+        In bf16 sampler and trainer round differently: the old logprobs are the trainer's own, from the first time that
+        a batch is here, which keeps the first ratio at 1. The batches carry them.
+        """
+        masks = [batch["segment_1T"] >= 0 for batch in batches]
+        denominator = all_reduce(sum(mask.sum().item() for mask in masks))
+        found = []
+        for batch, mask_1T in zip(batches, masks, strict=True):
+            logp_1T, entropy = self.model.score(batch["tokens_1T"], batch["lengths"], mask_1T,
+                                                self.config.temperature, self.banned)
+            sampled_1T = batch["sampled_1T"]
+            old_1T = batch.setdefault("old_1T", sampled_1T if self.half == torch.float32 else logp_1T.detach())
+            advantage_1T = faca.token_advantage(batch["advantage_1Q"], batch["segment_1T"])
+            loss, stats = objective(logp_1T, old_1T, advantage_1T, mask_1T, denominator)
+            if train:
+                (loss * self.world).backward()  # FSDP averages over ranks, the denominator is global already
+            gap = (logp_1T.detach() - sampled_1T)[mask_1T]
+            found.append({"loss": loss.item(), "entropy": entropy.item(), "logprob_gap": gap.abs().sum().item(),
+                          "logprob_gap_max": gap.abs().max().item() if len(gap) else 0.0,
+                          "logprob_gap_clipped": (gap.expm1().abs() > self.config.clip).sum().item()}
+                         | {name: value.item() for name, value in stats.items()})
+        self.model.reshard()  # the root's weights stay whole after a forward without backward
         every = {name: [row[name] for rank in all_gather(found) for row in rank] for name in found[0]}
-        return {"loss": sum(every["loss"]), "grad_norm": norm, "lr": lr, "tokens": sum(every["tokens"]),
-                "ratio_max": max(every["ratio_max"]), "ratio_min": min(every["ratio_min"])} | {
-            name: sum(every[name]) / denominator for name in ("clipped", "k3", "entropy", "logprob_gap")}
+        return {"loss": sum(every["loss"]), "tokens": sum(every["tokens"]), "ratio_max": max(every["ratio_max"]),
+                "ratio_min": min(every["ratio_min"]), "logprob_gap_max": max(every["logprob_gap_max"])} | {
+            name: sum(every[name]) / denominator
+            for name in ("clipped", "k3", "entropy", "logprob_gap", "logprob_gap_clipped")}
 
     @torch.no_grad()
     def refresh_sampler(self) -> None:
-        """The trained weights into the replica, a parameter at a time; what the sampler had cached is forgotten."""
+        """The trained weights into the replica, a parameter at a time; what the sampler had cached is forgotten.
+
+        Then a probe: a few sampled tokens are scored by the trainer. Where the two disagree, weights, temperature or
+        bans are not the same, and RuntimeError ends the run.
+        """
         for copy, trained in zip(self.sampler.model.parameters(), self.model.parameters(), strict=True):
             copy.copy_(trained.full_tensor())
         self.sampler.weights_changed()
+        prompt = self.chat.open([{"role": "user", "content": "x"}], [])
+        sample = asyncio.run(self.sampler.sample(prompt, 8, self.config.seed))
+        self.sampler.weights_changed()  # nothing of it stays cached
+        probe = Rollout("", "", 0, 0, 0)
+        probe.append(prompt)
+        probe.append(sample.tokens, 0, sample.logprobs)
+        probe.advantage = [0.0]
+        seen = self.backward(self.packed([probe]), negative_log_likelihood, train=False)
+        gap, most = (seen["logprob_gap"], 0.1) if self.half == torch.bfloat16 else (seen["logprob_gap_max"], 1e-3)
+        if not gap <= most:
+            raise RuntimeError(f"sampler and trainer differ by {gap:.3g} in log-prob, above {most}: not one policy")
 
-    def save(self, path: Path) -> None:
-        """The weights as sampled, in a Hugging Face folder that knows what they were trained on."""
-        if self.rank == 0:
-            save_policy(path, self.sampler.model, self.tokenizer, self.chat.end_ids, {
-                "preset": preset_of(self.config.model), "trained_on": sorted(self.trained_on),
-                "caps": asdict(self.caps), "temperature": self.config.temperature})
-        dist.barrier()
+    def begin(self, phase: str, weight_decay: float, run: Run) -> int:
+        """A fresh optimizer for a phase, or that of the newest checkpoint; the step to begin at. Collective."""
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99), weight_decay=weight_decay,
+                                           fused=self.device.type == "cuda")
+        self.at = phase, 0
+        if run.note and run.note["phase"] == phase:
+            resume(self, run.note)
+            self.refresh_sampler()
+        return self.at[1]
 
 
 def micro_batches(records: list[Rollout], budget: int) -> list[list[Rollout]]:
-    """Records by length, in batches of at most `budget` padded tokens (a longer one alone)."""
+    """Records by length, in batches of at most `budget` tokens (a longer one alone)."""
     batches: list[list[Rollout]] = []
     for record in sorted(records, key=lambda r: len(r.tokens), reverse=True):
-        if batches and len(batches[-1][0].tokens) * (len(batches[-1]) + 1) <= budget:
+        if batches and sum(len(r.tokens) for r in [*batches[-1], record]) <= budget:
             batches[-1].append(record)
         else:
             batches.append([record])
     return batches
 
 
+def shuffled(items: list, step: int, count: int, seed: int) -> list:
+    """The items of a step: all of them in an order of their own each epoch, one epoch after the other."""
+    place = range(step * count, (step + 1) * count)
+    order = {epoch: random.Random(f"{seed}/{epoch}").sample(items, len(items))
+             for epoch in {i // len(items) for i in place}}
+    return [order[i // len(items)][i % len(items)] for i in place]
+
+
+def schedule(step: int, steps: int, warmup: int, decay: str) -> float:
+    """What the learning rate is multiplied with: linear warm-up, and a decay over all steps."""
+    factor = {"none": 1.0, "linear": 1 - step / steps, "cosine": 0.5 * (1 + math.cos(math.pi * step / steps))}[decay]
+    return min(1.0, (step + 1) / max(warmup, 1)) * factor
+
+
 # ------------------------------------------------------------------------------------------------------- the phases
 
 
-def negative_log_likelihood(logp_NT, old_logp_NT, advantage_NT, mask_NT, denominator):
+def negative_log_likelihood(logp_1T, old_logp_1T, advantage_1T, mask_1T, denominator):
     """SFT's loss, with the same masks and the same denominator as RL's."""
-    _, stats = faca.clipped_loss(logp_NT.detach(), logp_NT.detach(), advantage_NT, mask_NT, denominator=denominator)
-    return -logp_NT[mask_NT].sum() / denominator, stats
+    _, stats = faca.clipped_loss(logp_1T.detach(), logp_1T.detach(), advantage_1T, mask_1T, denominator=denominator)
+    return -logp_1T[mask_1T].sum() / denominator, stats
 
 
-def warm_up(trainer: Trainer, tasks: list[Task], run: Run) -> None:
-    """SFT on the expert's dialogues, played by the same loop as rollouts are, and so rendered and masked alike."""
-    from extras.tiny import ExpertSampler
+def dialogues_of(trainer: Trainer, run: Run) -> tuple[list[Rollout], list[Rollout]]:
+    """What SFT learns from, and is validated on: --data's or an expert's dialogues, rendered and masked as rollouts."""
+    config, chat = trainer.config, trainer.chat
+    if config.data:
+        dialogues, counts = load_dialogues(config.data, chat, config.max_context)
+        run.log({"phase": "data"} | counts)
+    else:
+        from extras.tiny import ExpertSampler
+        tasks = tasks_beside(load_tasks(config.env, "train"), "sft")
+        with run.bar(range(len(tasks) * config.sft_dialogues), "expert") as bar:
+            dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, EXPERT),
+                                       ExpertSampler(chat), chat, trainer.actors.caps,
+                                       done=lambda record: bar.update(), halt=lambda: run.signalled)
+        trainer.trained_on |= {task.identity for task in tasks}
+        for record in dialogues:
+            record.advantage = [0.0] * len(record.strategies)
+    return split(dialogues, config.sft_validation, config.seed)
+
+
+def sft(trainer: Trainer, run: Run) -> None:
+    """Supervised fine-tuning: the loss is on the agent's tokens alone, tool calls and turn ends among them."""
     config = trainer.config
-    with run.bar(range(len(tasks) * config.sft_dialogues), "expert") as bar:
-        dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, EXPERT),
-                                   ExpertSampler(trainer.chat), trainer.chat, trainer.caps,
-                                   done=lambda record: bar.update(), halt=lambda: run.signalled)
+    dialogues, validation = dialogues_of(trainer, run)
     if run.stopped():
         return
-    trainer.trained_on |= {task.identity for task in tasks}
-    for record in dialogues:
-        record.advantage = [0.0] * len(record.strategies)
-    rng = random.Random(config.seed)
-    trainer.start(weight_decay=0.0)
-    bar = run.bar(range(config.sft_steps), "SFT")
-    for step in bar:
-        batch = rng.sample(dialogues, min(config.sft_batch, len(dialogues)))
-        lr = config.sft_lr * min(1, (step + 1) / 10) * 0.5 * (1 + math.cos(math.pi * step / config.sft_steps))
+    epoch = math.ceil(len(dialogues) / config.sft_batch)
+    steps = config.sft_steps or config.sft_epochs * epoch
+    for step in (bar := run.bar(range(trainer.begin("sft", 0.0, run), steps), "SFT")):
+        batch = shuffled(dialogues, step, config.sft_batch, config.seed)
+        lr = config.sft_lr * schedule(step, steps, config.sft_warmup, "cosine")
         stats = trainer.update(batch[trainer.rank::trainer.world], lr, negative_log_likelihood)
-        run.log({"phase": "sft", "step": step} | {name: stats[name] for name in ("loss", "grad_norm", "lr", "tokens")})
+        row = {name: stats[name] for name in ("loss", "grad_norm", "lr", "tokens", "skipped")}
+        if validation and ((step + 1) % epoch == 0 or step + 1 == steps):
+            batches = trainer.packed(validation[trainer.rank::trainer.world])
+            row["validation_loss"] = trainer.backward(batches, negative_log_likelihood, train=False)["loss"]
+        run.log({"phase": "sft", "step": step} | row)
         bar.set_postfix(loss=f"{stats['loss']:.3f}", refresh=False)
-        if run.stopped():
-            break
-    trainer.refresh_sampler()
-
-
-def light(records: list[Rollout]) -> list[Rollout]:
-    """The records without what is long, as the other ranks need them."""
-    return [dataclasses.replace(r, tokens=[], segment=[], logprobs=[], messages=[], private=[]) for r in records]
+        trainer.at = "sft", step + 1
+        if run.stopped() or run.due(step, steps):
+            trainer.refresh_sampler()
+            save(trainer, run)
+        if run.signalled:
+            return
 
 
 def assign_credit(trainer: Trainer, records: list[Rollout], tries: list[Rollout], step: int) -> dict:
     """Eq. 6 on the rollouts of all ranks; writes each record's advantages, returns telemetry and counts of the step."""
     config = trainer.config
-    segment_NT = token_tensors(records, pad_id=0)[1]  # made as the loss's is, so that telemetry checks what is trained
+    segment_NT = padded([r.segment for r in records], -1, torch.long)  # as the loss reads it
     tokens = faca.segment_tokens(segment_NT, max([len(r.strategies) for r in records], default=0)).tolist()
     every = sorted((pair for share in all_gather(list(zip(light(records), tokens, strict=False))) for pair in share),
                    key=lambda pair: (pair[0].group, pair[0].k))
@@ -243,85 +282,75 @@ def assign_credit(trainer: Trainer, records: list[Rollout], tries: list[Rollout]
 
 def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: Run) -> None:
     """Algorithm: roll out, credit, update, as long as there are steps."""
-    config = trainer.config
+    config, actors = trainer.config, trainer.actors
 
-    def objective(logp_NT, old_logp_NT, advantage_NT, mask_NT, denominator):
-        return faca.clipped_loss(logp_NT, old_logp_NT, advantage_NT, mask_NT, config.clip, denominator)
+    def objective(logp_1T, old_logp_1T, advantage_1T, mask_1T, denominator):
+        return faca.clipped_loss(logp_1T, old_logp_1T, advantage_1T, mask_1T, config.clip, denominator)
 
-    trainer.start(config.weight_decay)
-    bar = run.bar(range(config.steps), config.method.upper())
-    for step in bar:
+    first = trainer.begin("rl", config.weight_decay, run)
+    for step in (bar := run.bar(range(first, config.steps), config.method.upper())):
         began = time.perf_counter()
-        prompts = prompts_of(step, tasks, config)
-        records, tries = trainer.roll_out(prompts, config.rollouts, (config.seed, step), run, f"step {step:05}")
+        prompts = shuffled(tasks, step, config.prompts, config.seed)
+        records, tries = actors.roll_out(prompts, config.rollouts, (config.seed, step), run, f"step {step:05}")
         if run.stopped():  # asked of all ranks at once: where one was told to, the step is given up by all
-            break
-        trainer.trained_on |= {task.identity for task in prompts}
+            return
         rolled = time.perf_counter()
-        counts = assign_credit(trainer, records, tries, step) | trainer.spent()
+        counts = assign_credit(trainer, records, tries, step) | actors.spent()
         run.keep(f"step {step:05}", records)
-        stop_at_voids(trainer, counts, records, f"step {step}")
-        stats = {}
+        actors.stop_at_voids(counts, records, f"step {step}")
+        trainer.trained_on |= {task.identity for task in prompts}
+        credited, stats = time.perf_counter(), {}
         if counts["signal"]:  # else every advantage is 0 on every rank, and there is no update
-            lr = config.lr * min(1.0, (step + 1) / max(config.warmup, 1))
-            stats = trainer.update([r for r in records if not r.void], lr, objective)
-            trainer.refresh_sampler()
+            lr = config.lr * schedule(step, config.steps, config.warmup, config.lr_decay)
+            stats = trainer.update([r for r in records if not r.void], lr, objective, config.updates_per_batch)
+        updated = time.perf_counter()
+        trainer.refresh_sampler()
         run.log({"phase": "rl", "step": step} | counts | stats | {
-            "seconds_rollout": rolled - began, "seconds_update": time.perf_counter() - rolled})
+            "seconds_rollout": rolled - began, "seconds_credit": credited - rolled,
+            "seconds_update": updated - credited, "seconds_refresh": time.perf_counter() - updated,
+        } | speed(trainer, records, stats, rolled - began, updated - credited))
         recent = [row["success"] for row in run.rows if row["phase"] == "rl"][-8:]
         cost = sum(counts.get(f"simulator/{name}", 0) for name in ("prompt_tokens", "completion_tokens"))
         shown = {"success": f"{sum(recent) / len(recent):.2f}"} | ({"user tokens": f"{cost:,}"} if cost else {})
         bar.set_postfix(shown, refresh=False)
+        trainer.at = "rl", step + 1
         if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
             evaluate(trainer, held_out, run, f"RL step {step + 1}")
+        if run.due(step, config.steps):
+            save(trainer, run)
 
 
-def stop_at_voids(trainer: Trainer, counts: dict, records: list[Rollout], where: str) -> None:
-    """Stops a run whose users or worlds fail too often to be trained or judged on. Collective."""
-    most = trainer.config.max_void_rate
-    if counts["void"] > most * counts["rollouts"]:
-        faults = sum(all_gather(Counter(p["fault"] for r in records for p in r.private if "fault" in p)), Counter())
-        raise RunStopped(f"{counts['void']} of {counts['rollouts']} rollouts of {where} are void, above "
-                         f"--max-void-rate {most}; mostly: {faults.most_common(1)[0][0]}")
+def speed(trainer: Trainer, records: list[Rollout], stats: dict, rollout: float, update: float) -> dict[str, float]:
+    """Tokens a second of all ranks, the fullest rank's memory, and on a known GPU the share of its peak. Collective."""
+    every = [pair for share in all_gather([(len(r.tokens), sum(s >= 0 for s in r.segment), r.void) for r in records])
+             for pair in share]
+    lengths = [length for length, _, void in every if not void]
+    out = {"sampled_per_second": sum(n for _, n, _ in every) / rollout, "peak_gib": all_reduce(peak_memory(), max)}
+    if not stats:
+        return out
+    tokens = sum(lengths)
+    out["trained_per_second"] = tokens * trainer.config.updates_per_batch / update
+    if peak := trainer.device.type == "cuda" and peak_flops(torch.cuda.get_device_name()):
+        shape, context = shape_from(trainer.model.config.to_dict()), sum(n * n for n in lengths) / tokens
+        flops = flops_per_token(shape, context, stats["tokens"] / tokens)
+        out["mfu"] = out["trained_per_second"] * flops / peak / trainer.world
+    return out
 
 
 def evaluate(trainer: Trainer, tasks: list[Task], run: Run, name: str) -> None:
     """Sampled dialogues on held-out tasks; users and streams are the same at every evaluation of every arm."""
-    trials = trainer.config.eval_trials
-    records, tries = trainer.roll_out(tasks, trials, STREAM, run, f"held-out, {name}", official=True)
+    if name in run.evaluated or run.stopped():
+        return
+    actors, trials = trainer.actors, trainer.config.eval_trials
+    records, tries = actors.roll_out(tasks, trials, STREAM, run, f"held-out, {name}", official=True)
     trainer.sampler.weights_changed()  # what stays cached would round the next rollouts: evaluating changes no run
-    spent = trainer.spent()
+    spent = actors.spent()
     if run.stopped():
         return
     everyone = ([r for share in all_gather(light(part)) for r in share] for part in (records, tries))
     run.evaluated[name] = figures(*everyone)
     run.log({"phase": "held_out", "at": name} | run.evaluated[name] | spent)
-    stop_at_voids(trainer, run.evaluated[name], records, f"the evaluation {name}")
-
-
-def prompts_of(step: int, tasks: list[Task], config: Config) -> list[Task]:
-    """The G prompts of a step: the tasks in an order of their own each epoch, one epoch after the other."""
-    place = range(step * config.prompts, (step + 1) * config.prompts)
-    order = {epoch: random.Random(f"{config.seed}/{epoch}").sample(tasks, len(tasks))
-             for epoch in {i // len(tasks) for i in place}}
-    return [order[i // len(tasks)][i % len(tasks)] for i in place]
-
-
-def ask_first(config: Config) -> None:
-    """One small request to the user's endpoint before any model is loaded. Collective; raises UsageError."""
-    refusal = ""
-    endpoint = endpoint_of(config, set()) if dist.get_rank() == 0 else None
-    if endpoint:
-        try:
-            endpoint.check()
-        except SimulatorError as error:
-            refusal = str(error)
-    refusal = all_gather(refusal)[0]
-    if refusal:
-        raise UsageError(refusal)
-    if dist.get_rank() == 0 and preset_of(config.model) == "paper" and not note_of(config.model):
-        print(f"warning: the paper's RL starts from an SFT checkpoint; nothing says that {config.model} is one",
-              file=sys.stderr)
+    actors.stop_at_voids(run.evaluated[name], records, f"the evaluation {name}")
 
 
 def run_all(config: Config) -> int:
@@ -332,21 +361,26 @@ def run_all(config: Config) -> int:
     longest = longest_prompt(tasks + held_out, trainer.chat)
     if config.max_context < longest + config.max_message_tokens:
         raise UsageError(f"--max-context {config.max_context} has no room for a message after a prompt of {longest}")
-    run = Run(config)
-    evaluate(trainer, held_out, run, "before")
-    if (config.model == "tiny" or config.method == "sft") and not run.stopped():
-        warm_up(trainer, tasks_beside(tasks, "sft"), run)
-        trainer.save(run.path / ("model" if config.method == "sft" else "sft"))
-        evaluate(trainer, held_out, run, "after SFT")
-    if config.method != "sft" and not run.stopped():
-        try:
+    run = Run(config, origin_of(trainer.model, trainer.tokenizer, tasks + held_out))
+    done = run.note["phase"] if run.note else ""
+    try:
+        if not done:
+            evaluate(trainer, held_out, run, "before")
+        if (config.model == "tiny" or config.method == "sft") and done != "rl" and not run.stopped():
+            sft(trainer, run)
+            if not run.stopped():
+                save_export(trainer, run.path / ("model" if config.method == "sft" else "sft"))
+                evaluate(trainer, held_out, run, "after SFT")
+        if config.method != "sft" and not run.stopped():
             train(trainer, tasks, held_out, run)
-        except RunStopped:  # on all ranks alike; after any other exception they may not meet to save
-            trainer.save(run.path / "model")
-            raise
-        trainer.save(run.path / "model")
-        if not run.stopped():
-            evaluate(trainer, held_out, run, "after RL")
+    finally:
+        if isinstance(sys.exception(), RunStopped | None) and trainer.at:  # else the ranks may not meet to save
+            trainer.refresh_sampler()
+            save(trainer, run)
+            if trainer.at[0] == "rl":
+                save_export(trainer, run.path / "model")
+    if config.method != "sft":
+        evaluate(trainer, held_out, run, "after RL")
     if trainer.rank == 0:
         print("\n" + "\n\n".join(filter(None, [table(run.evaluated), run.stop_line(), f"run folder: {run.path}"])))
     return run.exit_code
@@ -358,10 +392,14 @@ def main() -> None:
         start_processes()
         ask_first(config)
         code = run_all(config)
-    except (UsageError, EnvError, PolicyError, RunStopped) as error:
+    except (UsageError, EnvError, PolicyError, DataError, RunStopped, SaveError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
-        code = 1 if isinstance(error, RunStopped) else 2
+        code = 1 if isinstance(error, RunStopped | SaveError) else 2
+    except Exception:  # the other ranks may be waiting for this one: no teardown that waits for them
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(code)

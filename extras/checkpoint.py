@@ -1,18 +1,42 @@
-"""A policy on disk: found, loaded, and saved as a Hugging Face folder that knows what it was trained on."""
+"""A policy on disk: found, loaded whole or sharded, saved as a Hugging Face folder, and as the state of a run.
 
+A checkpoint of a run is a folder RUN/checkpoints/PHASE-STEP: `state/` (torch's distributed checkpoint: sharded weights
+and optimizer, readable on any number of ranks), `model/` (the Hugging Face folder) and `note.json`, which is written
+last. The folder is built beside its name and renamed, so whatever has a name is complete; the newest complete one is
+where a run resumes. No random state is in it: every stream of a run is made from its seed and the step.
+"""
+
+import hashlib
 import json
+import os
 import shutil
+import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import transformers
+from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_state_dict, set_model_state_dict,
+                                                     set_state_dict)
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from rollout import Chat
 
 transformers.utils.logging.disable_progress_bar()  # its bars for a weight file would stand between ours
 
 
 class PolicyError(ValueError):
     """No model can be loaded from what was named; the message is one line."""
+
+
+class SaveError(OSError):
+    """A checkpoint could not be written, on some rank; those before it stand. Raised on all ranks alike."""
+
+
+# --------------------------------------------------------------------------------------------------------------- found
 
 
 def note_of(model: str) -> dict:
@@ -27,6 +51,11 @@ def note_of(model: str) -> dict:
     except (OSError, ValueError, TypeError):
         pass
     raise PolicyError(f"{path} is damaged, or from another version; without it the folder is read as any other model")
+
+
+def preset_of(model: str) -> str:
+    """Whose defaults hold: the tiny model's, and its checkpoints', or the paper's."""
+    return "tiny" if model == "tiny" else note_of(model).get("preset", "paper")
 
 
 def find_policy(name: str) -> str:
@@ -46,31 +75,132 @@ def find_policy(name: str) -> str:
     return hub_id
 
 
-def load_policy(name: str, seed: int, device: torch.device):
-    """Tokenizer, the fp32 model to train, and the replica to sample with (bf16 on a GPU), in eval mode both.
+# ------------------------------------------------------------------------------------------------ tokenizer, template
 
-    Weights come from safetensors alone. Raises PolicyError, one line, for a model that can't be loaded.
+QWEN3_CONDITIONS = {
+    "loop.index0 > ns.last_query_index": "true",  # an agent message of an earlier turn keeps its think block,
+    "loop.last or (not loop.last and reasoning_content)": "true",  # the empty one, too
+    "enable_thinking is defined and enable_thinking is false":  # and whoever doesn't say gets what was trained
+        "enable_thinking is not defined or enable_thinking is false",
+}
+CALL = {"type": "function", "function": {"name": "look", "arguments": {"at": "é"}}}
+CALLED = '<tool_call>\n{"name": "look", "arguments": {"at": "é"}}\n</tool_call>'
+TOOL = {"type": "function", "function": {"name": "look", "description": "Looks.", "parameters": {
+    "type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]}}}
+
+
+def load_tokenizer(found: str):
+    """The tokenizer of a folder or hub id, its chat template made that of training, evaluation and every export.
+
+    One line on stderr says where even this template renders a history otherwise than a rollout builds it. Raises
+    PolicyError, one line, where tokenizer or template can't be used at all.
+    """
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(found)
+        if isinstance(tokenizer.chat_template, str):
+            tokenizer.chat_template = as_trained(tokenizer.chat_template)
+        same = renders_as_trained(tokenizer)
+    except Exception as error:  # files of somebody else's making fail in every way there is
+        reason = (str(error).strip().splitlines() or [""])[0][:160]
+        raise PolicyError(f"the tokenizer or chat template of '{found}' can't be used: "
+                          f"{type(error).__name__}: {reason}") from error
+    if not same and os.environ.get("RANK", "0") == "0":
+        print(f"warning: the chat template of '{found}' renders a dialogue otherwise than training builds it, so a "
+              "server would give the trained model histories unlike those it has learned on", file=sys.stderr)
+    return tokenizer
+
+
+def as_trained(template: str) -> str:
+    """Qwen3's template, but each agent message with its think block, empty if it has none; another one unchanged.
+
+    Qwen3's own drops the blocks of earlier turns, while a rollout keeps all ids as they were read and sampled.
+    """
+    for condition, ours in QWEN3_CONDITIONS.items():
+        template = template.replace(condition, ours)
+    return template
+
+
+def renders_as_trained(tokenizer) -> bool:
+    """Whether the ids that a server makes of a dialogue's messages are those that a rollout of it has."""
+    chat = Chat(tokenizer)
+    messages = [{"role": "system", "content": "Help."}, {"role": "user", "content": "Hello."}]
+    ids = chat.open(messages, [TOOL])
+    for calls, heard in ((2, ["tool", "tool"]), (0, ["user"]), (0, ["user"])):
+        said = "\n".join(["Well.", *[CALLED] * calls])
+        messages.append({"role": "assistant", "content": "Well."} | ({"tool_calls": [CALL] * calls} if calls else {}))
+        messages += (answers := [{"role": role, "content": f"{i} {{}}"} for i, role in enumerate(heard)])
+        ids += tokenizer.encode(said, add_special_tokens=False) + [chat.turn_end]
+        ids += chat.delta(answers, chat.turn_end)
+    rendered = tokenizer.apply_chat_template(messages, tools=[TOOL], tokenize=False, add_generation_prompt=True)
+    return ids == tokenizer.encode(rendered, add_special_tokens=False)
+
+
+# -------------------------------------------------------------------------------------------------------------- model
+
+
+def load_policy(name: str, seed: int, device: torch.device, dtype: torch.dtype):
+    """Tokenizer and whole model, in eval mode. Weights come from safetensors alone.
+
+    Raises PolicyError, one line, for a model that can't be loaded.
     """
     if name == "tiny":
         from extras.tiny import make_tiny
         tokenizer, model = make_tiny(seed)
-    else:
-        found = find_policy(name)
+        return tokenizer, model.to(device, dtype).eval()
+    found = find_policy(name)
+    tokenizer = load_tokenizer(found)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(found, dtype=dtype, use_safetensors=True,
+                                                           output_loading_info=True)
+        wrong = [*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]]
+        if wrong:
+            raise ValueError(f"{len(wrong)} weights are missing or do not fit, such as {wrong[0]}")
+    except Exception as error:  # files of somebody else's making fail in every way there is
+        reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
+        raise PolicyError(f"model '{name}' can't be loaded: {type(error).__name__}: {reason}") from error
+    return tokenizer, model.to(device).eval()
+
+
+def load_sharded(name: str, seed: int, device: torch.device, half: torch.dtype):
+    """Tokenizer, the sharded fp32 model to train, and an empty replica in `half` to sample with. Collective.
+
+    Rank 0 alone reads the weights, and hands each rank its shards a parameter at a time: 8B takes 32 GB of host memory
+    once, whatever the number of ranks. Raises PolicyError on all ranks alike.
+    """
+    whole, tokenizer, refusal = None, None, ""
+    if dist.get_rank() == 0:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(found)
-            model, info = AutoModelForCausalLM.from_pretrained(found, dtype=torch.float32, use_safetensors=True,
-                                                               output_loading_info=True)
-            wrong = [*info["missing_keys"], *info["mismatched_keys"], *info["unexpected_keys"]]
-            if wrong:
-                raise ValueError(f"{len(wrong)} weights are missing or do not fit, such as {wrong[0]}")
-        except Exception as error:  # files of somebody else's making fail in every way there is
-            reason = str(error).strip().splitlines()[0][:160] if str(error).strip() else ""
-            raise PolicyError(f"model '{name}' can't be loaded: {type(error).__name__}: {reason}") from error
-    model = model.to(device).eval()
-    half = torch.bfloat16 if device.type == "cuda" else torch.float32
-    replica = AutoModelForCausalLM.from_config(model.config, dtype=half).to(device).eval()
-    replica.load_state_dict(model.state_dict())
-    return tokenizer, model, replica
+            tokenizer, whole = load_policy(name, seed, torch.device("cpu"), torch.float32)
+        except PolicyError as error:
+            refusal = str(error)
+    shared = [refusal, tokenizer, whole.config if whole else None]
+    dist.broadcast_object_list(shared)
+    refusal, tokenizer, config = shared
+    if refusal:
+        raise PolicyError(refusal)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        replica = AutoModelForCausalLM.from_config(config, dtype=half)
+    policy = MixedPrecisionPolicy(half, torch.float32) if half != torch.float32 else MixedPrecisionPolicy()
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    materialise(model, device)
+    set_model_state_dict(model, whole.state_dict() if whole else {},
+                         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return tokenizer, model, materialise(replica, device).eval().requires_grad_(False)
+
+
+def materialise(model, device: torch.device):
+    """Memory for a model made on the meta device. What rotary embeddings hold is in no checkpoint: made anew."""
+    model.to_empty(device=device)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        model.tie_weights()  # to_empty parted them; FSDP keeps them one
+    model.model.rotary_emb = type(model.model.rotary_emb)(model.config).to(device)
+    return model
+
+
+# ------------------------------------------------------------------------------------------------- saved, and resumed
 
 
 def save_policy(path: Path, model, tokenizer, end_ids, note: dict) -> None:
@@ -84,3 +214,97 @@ def save_policy(path: Path, model, tokenizer, end_ids, note: dict) -> None:
     (part / "faca.json").write_text(json.dumps(note, indent=1))
     shutil.rmtree(path, ignore_errors=True)
     part.rename(path)
+
+
+def save_state(path: Path, model, optimizer, note: dict, export) -> None:
+    """A checkpoint: state, export(path / "model") on rank 0, note. Collective; raises SaveError on all ranks alike."""
+    part, failure = path.with_name(path.name + ".part"), ""
+    if dist.get_rank() == 0:
+        shutil.rmtree(part, ignore_errors=True)
+    dist.barrier()
+    try:
+        weights, moments = get_state_dict(model, optimizer)
+        dcp.save({"model": weights, "optim": moments}, checkpoint_id=part / "state")
+        if dist.get_rank() == 0:
+            export(part / "model")
+            (part / "note.json").write_text(json.dumps(note))
+    except Exception as error:  # dcp wraps what a rank's disk said
+        failure = str(error).strip().splitlines()[-1][:200]
+    failures = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    if dist.get_rank() == 0:
+        if any(failures):
+            shutil.rmtree(part, ignore_errors=True)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            part.rename(path)
+    dist.barrier()
+    if any(failures):
+        raise SaveError(f"the checkpoint {path} can't be written: {next(filter(None, failures))}")
+
+
+def load_state(path: Path, model, optimizer) -> None:
+    """Weights and optimizer of a checkpoint, on any number of ranks, into these. Collective."""
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optim": moments}
+    dcp.load(state, checkpoint_id=path / "state")
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+
+
+def export(trainer, path: Path) -> None:
+    """The weights as sampled, in a Hugging Face folder that knows what they were trained on. On rank 0."""
+    config = trainer.config
+    save_policy(path, trainer.sampler.model, trainer.tokenizer, trainer.chat.end_ids, {
+        "preset": preset_of(config.model), "trained_on": sorted(trainer.trained_on),
+        "caps": asdict(trainer.actors.caps), "temperature": config.temperature})
+
+
+def save_export(trainer, path: Path) -> None:
+    """export(), collective. Raises SaveError on all ranks alike."""
+    refusal = [""]
+    if trainer.rank == 0:
+        try:
+            export(trainer, path)
+        except OSError as error:
+            refusal = [f"{path} can't be written: {error}"]
+    dist.broadcast_object_list(refusal)
+    if refusal[0]:
+        raise SaveError(refusal[0])
+
+
+def save(trainer, run) -> None:
+    """All that is needed to resume where the trainer is, once; then the oldest beyond --keep go. Collective."""
+    if trainer.saved == trainer.at:
+        return
+    phase, step = trainer.at
+    note = {"phase": phase, "step": step, "rows": len(run.rows), "trained_on": sorted(trainer.trained_on),
+            "bad_steps": trainer.bad_steps, "origin": run.origin}
+    save_state(run.path / "checkpoints" / f"{phase}-{step:06}", trainer.model, trainer.optimizer, note,
+               lambda path: export(trainer, path))
+    trainer.saved = trainer.at
+    for old in checkpoints(run.path)[:-trainer.config.keep] if trainer.rank == 0 else []:
+        shutil.rmtree(old)
+
+
+def resume(trainer, note: dict) -> None:
+    """Back to where the checkpoint of that note was made. Collective."""
+    load_state(Path(note["path"]), trainer.model, trainer.optimizer)
+    trainer.trained_on, trainer.bad_steps = set(note["trained_on"]), note["bad_steps"]
+    trainer.at = trainer.saved = note["phase"], note["step"]
+
+
+def origin_of(model, tokenizer, tasks) -> dict[str, str]:
+    """What a run that resumes must find as it was, each as a digest."""
+    shape = {name: value for name, value in model.config.to_dict().items()
+             if name not in ("_name_or_path", "transformers_version", "dtype")}
+    words = sorted(tokenizer.get_vocab().items()), tokenizer.chat_template
+    parts = {"the task list of --env": [task.id for task in tasks], "the architecture of --model": shape,
+             "the tokenizer of --model": words}
+    return {name: hashlib.blake2b(repr(part).encode(), digest_size=8).hexdigest() for name, part in parts.items()}
+
+
+def checkpoints(run: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first: by phase (sft before rl) and step."""
+    found = [path for path in (run / "checkpoints").glob("*-*") if (path / "note.json").is_file()]
+    whole = [path for path in found if path.suffix != ".part"]
+    return sorted(whole, key=lambda path: (path.name.startswith("rl"), path.name))

@@ -56,14 +56,19 @@ class PagePool:
                 self.free.append(page)
 
 
+def refuse_unknown(options):
+    """Attention that a model asks for and that isn't here is an error, not left out."""
+    if unknown := [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]:
+        raise NotImplementedError(f"attention with {', '.join(unknown)} is not supported")
+
+
 def paged_attention(module, query, key, value, attention_mask, pages, slots, attend, scaling=None, **options):
     """transformers' attention interface: query [1, heads, T, d], key and value [1, kv_heads, T, d] -> [1, T, heads, d].
 
     The forward's **kwargs bring the rest: pages, each layer's (keys, values); slots [T], where in [pages * page] each
     token's go; attend, one of the two functions below with what it needs to know of the rows.
     """
-    if unknown := [name for name in ("sliding_window", "softcap", "s_aux") if options.get(name) is not None]:
-        raise NotImplementedError(f"the sampler's attention has no {', '.join(unknown)}")
+    refuse_unknown(options)
     for stored, new in zip(pages[module.layer_idx], (key, value)):
         stored.flatten(0, 1).index_copy_(0, slots, new[0].transpose(0, 1))
     return attend(query[0].transpose(0, 1), *pages[module.layer_idx], scaling)[None], None

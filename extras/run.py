@@ -1,37 +1,31 @@
-"""A run, from outside: its options, its processes, and the folder that training writes and evaluation reads.
+"""A run, from outside: its options, and the folder that training writes and evaluation reads.
 
 Config holds every option of train.py once; flags, help and presets come from it, and it is written into the folder.
 """
 
 import argparse
 import dataclasses
+import fcntl
+import importlib.util
 import json
 import os
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
 import faca
 from env import WORLDS, Task, listing, load_tasks
-from extras.checkpoint import find_policy, note_of
-from rollout import Rollout, save_rollouts
+from extras.checkpoint import checkpoints, find_policy, preset_of
+from extras.ranks import UsageError, all_gather, all_reduce
+from extras.show import save_rollouts
+from rollout import Rollout
 from simulator import endpoint_of, extra_for
-
-
-class UsageError(ValueError):
-    """The user's mistake, in one line that says what to do. Exit code 2."""
-
-
-class RunStopped(RuntimeError):
-    """The run can't go on, and says why in one line. Raised on all ranks alike."""
 
 
 # --------------------------------------------------------------------------------------------------------- options
@@ -65,6 +59,8 @@ class Config:
     rollouts: int = option(4, 8, "rollouts a prompt, K*")
     lr: float = option(3e-4, 1e-6, "AdamW's learning rate in RL*")
     warmup: int = option(10, 0, "RL steps of linear warm-up*")
+    lr_decay: str = option("none", "none", "after it: none, linear or cosine, to 0 at the last step*")
+    updates_per_batch: int = option(1, 1, "optimizer steps on a step's rollouts, each on all of them*")
     weight_decay: float = option(0.0, 0.01, "AdamW's*")
     grad_clip: float = option(1.0, 1.0, "largest gradient norm*")
     clip: float = option(0.2, 0.2, "epsilon of Eq. 7, both sides*")
@@ -76,18 +72,39 @@ class Config:
     max_dialogue_steps: int = option(200, 200, "messages and tool rounds of both sides that end a dialogue*")
     void_retries: int = option(2, 2, "further tries of a rollout whose user or world failed")
     max_void_rate: float = option(0.2, 0.2, "share of void rollouts in a step that stops the run")
-    sft_steps: int = option(200, 200, "SFT steps*")
-    sft_batch: int = option(16, 16, "expert dialogues a step*")
+    data: str = option("", "", "SFT's dialogues, .jsonl or .parquet with messages and tools (an expert's)")
+    sft_epochs: int = option(1, 2, "epochs of SFT, where --sft-steps is 0*")
+    sft_steps: int = option(200, 0, "SFT steps*")
+    sft_batch: int = option(16, 16, "dialogues a step*")
     sft_dialogues: int = option(3, 3, "expert dialogues a task of the sft split*")
     sft_lr: float = option(6e-3, 1e-5, "AdamW's peak learning rate in SFT, cosine to 0*")
-    tokens_per_microbatch: int = option(2048, 8192, "padded tokens in one forward pass")
-    kv_tokens: int = option(65536, 262144, "tokens that the sampler's cache holds")
+    sft_warmup: int = option(10, 10, "SFT steps of linear warm-up*")
+    sft_validation: float = option(0.0, 0.05, "share of the dialogues kept for the validation loss*")
+    tokens_per_microbatch: int = option(2048, 8192, "tokens in one forward pass of training (a longer rollout: alone)")
+    recompute: bool = option(False, True, "recompute a layer's activations in backward: memory for time")
+    kv_gib: float = option(0.0625, 16.0, "GiB of the sampler's cache, on each rank")
+    max_bad_steps: int = option(3, 3, "steps in a row that may be skipped for a loss or gradient that is not finite*")
+    save_every: int = option(10, 10, "steps between checkpoints that --resume finds (0: at the end of a phase alone)")
+    keep: int = option(2, 2, "checkpoints kept")
+    resume: str = option("", "", "run folder to go on with; its options are the run's")
     eval_every: int = option(0, 0, "RL steps between evaluations on held-out tasks (0: before and after alone)")
     eval_trials: int = option(2, 1, "sampled dialogues a held-out task")
+    tensorboard: bool = option(False, False, "metrics to TensorBoard too, in the run folder")
+    wandb: bool = option(False, False, "metrics to Weights & Biases too")
+
+
+# What may change when a run resumes, for it changes no weight of it (steps: without a decay alone).
+FREE = ("steps", "simulator_url", "simulator_timeout", "concurrency", "tokens_per_microbatch", "recompute", "kv_gib",
+        "max_void_rate", "max_bad_steps", "save_every", "keep", "resume", "eval_every", "tensorboard", "wandb")
 
 
 def parse_config(argv: list[str], description: str = "") -> Config:
     """Flags -> the resolved options. Raises UsageError, or exits with the help."""
+    if "--plan" in argv:
+        from extras.plan import plan
+        print(plan(argv))
+        sys.exit()
+
     class Parser(argparse.ArgumentParser):
         def error(self, message):
             raise UsageError(message)
@@ -98,11 +115,13 @@ def parse_config(argv: list[str], description: str = "") -> Config:
         add_flag(parser, f.name, None, f"{tiny}" if tiny == paper else f"tiny {tiny}, else {paper}")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     list_worlds(given.get("env", ""))
+    if given.get("resume"):
+        return resumed(Path(given["resume"]), given)
     preset = preset_of(given.get("model", "tiny"))  # a checkpoint knows the preset that it was trained with
     config = Config(**{f.name: f.metadata[preset] for f in dataclasses.fields(Config)} | given)
     if config.method != "faca" and (given.get("lam") or config.control != "none"):
         raise UsageError(f"--method {config.method} uses no reactions: it takes neither --lam nor --control")
-    if config.model != "tiny" and config.method != "sft" and any(name.startswith("sft_") for name in given):
+    if config.model != "tiny" and config.method != "sft" and any(name.startswith(("sft_", "data")) for name in given):
         raise UsageError(f"--model {config.model} is trained by {config.method} alone: no --sft-... option applies")
     config = dataclasses.replace(config, lam=config.lam if config.method == "faca" else 0.0)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-s{config.seed}"
@@ -112,10 +131,30 @@ def parse_config(argv: list[str], description: str = "") -> Config:
     return config
 
 
+def resumed(folder: Path, given: dict) -> Config:
+    """The options of the run in that folder, and what may change of them."""
+    try:
+        config = Config(**json.loads((folder / "config.json").read_text()))
+        if None in asdict(config).values():
+            raise ValueError("options are missing")
+    except (OSError, ValueError, TypeError) as error:
+        raise UsageError(f"--resume {folder} is no run folder of this version ({error})") from None
+    free = FREE if config.lr_decay == "none" else FREE[1:]
+    for name, value in given.items():
+        if name not in free and value != getattr(config, name):
+            raise UsageError(f"--{name.replace('_', '-')} {value} is not what {folder} began with, "
+                             f"{getattr(config, name)}; a run resumes with its own options (free: {', '.join(free)})")
+    config = dataclasses.replace(config, **given, out=str(folder))
+    check_config(config)
+    return config
+
+
 def add_flag(parser: argparse.ArgumentParser, name: str, default, shown: str) -> None:
     """A flag for the option of that name."""
     f = Config.__dataclass_fields__[name]
-    parser.add_argument("--" + name.replace("_", "-"), type=f.type, default=default, metavar=f.type.__name__.upper(),
+    kind = ({"action": argparse.BooleanOptionalAction} if f.type is bool else
+            {"type": f.type, "metavar": f.type.__name__.upper()})
+    parser.add_argument("--" + name.replace("_", "-"), default=default, **kind,
                         help=f"{f.metadata['help']} [{shown}]")
 
 
@@ -126,21 +165,19 @@ def list_worlds(env: str) -> None:
         sys.exit()
 
 
-def preset_of(model: str) -> str:
-    return "tiny" if model == "tiny" else note_of(model).get("preset", "paper")
-
-
 def check_config(config: Config) -> None:
     """Raises UsageError for what can be known to be wrong before any work."""
-    for name, known in (("method", ("sft", "grpo", "faca")), ("control", ("none", "shifted", "randomized"))):
+    for name, known in (("method", ("sft", "grpo", "faca")), ("control", ("none", "shifted", "randomized")),
+                        ("lr_decay", ("none", "linear", "cosine"))):
         if getattr(config, name) not in known:
             raise UsageError(f"no {name} '{getattr(config, name)}'; there are: {', '.join(known)}")
-    least = {"rollouts": 2, "kv_tokens": config.max_context + 16, "temperature": 1e-3, "clip": 1e-9, "grad_clip": 1e-9}
+    least = {"rollouts": 2, "kv_gib": 1e-3, "temperature": 1e-3, "clip": 1e-9, "grad_clip": 1e-9}
     least |= dict.fromkeys(("prompts", "max_messages", "max_message_tokens", "max_context", "max_errors", "sft_batch",
                             "max_dialogue_steps", "sft_dialogues", "tokens_per_microbatch", "eval_trials",
-                            "concurrency", "simulator_timeout"), 1)
+                            "concurrency", "simulator_timeout", "keep", "updates_per_batch", "sft_epochs"), 1)
     least |= dict.fromkeys(("steps", "lr", "warmup", "weight_decay", "void_retries", "max_void_rate", "sft_steps",
-                            "sft_lr", "eval_every", "seed"), 0)
+                            "sft_lr", "sft_warmup", "sft_validation", "eval_every", "save_every", "max_bad_steps",
+                            "seed"), 0)
     for name, low in least.items():
         value = getattr(config, name)
         if not low <= value < 2**31:
@@ -152,9 +189,10 @@ def check_config(config: Config) -> None:
         tasks = load_tasks(config.env, "train")
         held_out = tasks_beside(tasks, "test")
         with_sft = config.model == "tiny" or config.method == "sft"
-        if with_sft and not all(task.domain.startswith("mini:") for task in tasks):
+        if with_sft and not config.data and not all(task.domain.startswith("mini:") for task in tasks):
             raise UsageError(f"--method {config.method} of --model {config.model} begins with SFT on the dialogues of "
-                             f"an expert, and only the mini: domains have one; for {config.env} name another --model")
+                             f"an expert, and only the mini: domains have one; for {config.env} name another --model, "
+                             "or the dialogues in --data")
         endpoint_of(config, {task.domain for task in tasks})
         find_policy(config.model)
     except ValueError as error:
@@ -163,8 +201,16 @@ def check_config(config: Config) -> None:
         raise UsageError(f"--env {config.env} would train on held-out tasks, those that the run is evaluated on")
     if config.prompts > len(tasks):
         raise UsageError(f"--prompts {config.prompts} is more than the {len(tasks)} tasks of {config.env}")
-    if Path(config.out).exists() and (not Path(config.out).is_dir() or any(Path(config.out).iterdir())):
-        raise UsageError(f"--out {config.out} holds something already; name a new folder")
+    for package in ("tensorboard", "wandb"):
+        if getattr(config, package) and not importlib.util.find_spec(package):
+            raise UsageError(f"--{package} needs that package: pip install {package}")
+    if config.data and not Path(config.data).is_file():
+        raise UsageError(f"--data {config.data} is no file")
+    if config.sft_validation >= 1:
+        raise UsageError(f"--sft-validation {config.sft_validation} leaves nothing to train on; it must be below 1")
+    out = Path(config.out)
+    if not config.resume and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"--out {config.out} holds something already; name a new folder, or --resume it")
 
 
 def tasks_beside(tasks: list[Task], split: str) -> list[Task]:
@@ -172,37 +218,14 @@ def tasks_beside(tasks: list[Task], split: str) -> list[Task]:
     return load_tasks(",".join(f"{domain}/{split}" for domain in sorted({task.domain for task in tasks})), split)
 
 
-# ------------------------------------------------------------------------------------------------ ranks, folder
-
-
-def start_processes() -> None:
-    """torchrun's processes, or this one alone. One thread each on CPU: two in one process spin against each other."""
-    on_gpu = torch.cuda.is_available()
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    else:
-        torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", **alone)
-
-
-def all_gather(value) -> list:
-    """The value of every rank, in the order of ranks."""
-    out = [None] * dist.get_world_size()
-    dist.all_gather_object(out, value)
-    return out
-
-
-def all_reduce(value: float, how: Callable = sum) -> float:
-    """One number over all ranks: their sum, max or min."""
-    return how(all_gather(value))
+# ---------------------------------------------------------------------------------------------------------- folder
 
 
 def progress(steps, name: str, aside: bool = False, disable: bool = False) -> tqdm:
     """A bar that is drawn by time, so that a status shows while nothing ends; aside: only while it takes long."""
     pause = 0.1 if sys.stderr.isatty() else 10  # seconds between two redraws; a log file wants few
     return tqdm(steps, name, disable=disable, dynamic_ncols=True, mininterval=pause, miniters=0, leave=not aside,
-                delay=5 if aside else 0)
+                delay=5 if aside else 0, initial=steps.start, total=steps.stop)
 
 
 class Run:
@@ -212,26 +235,67 @@ class Run:
     after two seconds quits at once (within them, for torchrun hands on what a terminal has sent already).
     """
 
-    def __init__(self, config):
-        self.rank, self.path = dist.get_rank(), Path(config.out)
+    def __init__(self, config, origin: dict[str, str]):
+        self.origin, self.rank, self.path = origin, dist.get_rank(), Path(config.out)
         self.rows: list[dict] = []
         self.evaluated: dict[str, dict] = {}
         self.signalled, self.exit_code, self.told_at = False, 0, 0.0
-        if self.rank == 0:
-            self.claim(config)
+        self.sinks, self.step, self.every = [], 0, config.save_every
+        self.note = self.claim(config)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self.on_signal)
 
-    def claim(self, config) -> None:
-        """Makes the folder this run's own; of two that start at once, one."""
-        options = json.dumps(asdict(config), indent=1) + "\n"
+    def claim(self, config) -> dict | None:
+        """Makes the folder this run's own; the note of the checkpoint that it resumes from, if any. Collective."""
+        refusal, note = "", None
+        if self.rank == 0:
+            try:
+                note = self.open(config)
+            except OSError as error:
+                refusal = f"--out {self.path} can't be made this run's folder: {error.strerror or error}"
+        refusal, note, self.rows = all_gather((refusal, note, self.rows))[0]
+        changed = [name for name, digest in self.origin.items() if note and note["origin"].get(name) != digest]
+        if refusal or changed:
+            raise UsageError(refusal or f"{changed[0]} is not what {self.path} began with: it can't be resumed")
+        self.evaluated = {row["at"]: row for row in self.rows if row["phase"] == "held_out"}
+        return note
+
+    def open(self, config) -> dict | None:
+        """On rank 0: the lock, the options, and where the run resumes, its metrics cut back to the checkpoint's."""
+        (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+        self.lock = (self.path / "lock").open("w")
         try:
-            (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dropped with the process, however it ends
+        except BlockingIOError:
+            raise OSError("another process is at work in it") from None
+        note, options = None, json.dumps(asdict(config), indent=1) + "\n"
+        if config.resume:
+            (self.path / "refused").unlink(missing_ok=True)
+            found = checkpoints(self.path)
+            note = {"path": str(found[-1])} | json.loads((found[-1] / "note.json").read_text()) if found else None
+            metrics = self.path / "metrics.jsonl"
+            metrics.touch()
+            lines = metrics.read_bytes().splitlines(keepends=True)[:note["rows"] if note else 0]
+            self.rows = [json.loads(line) for line in lines]
+            os.truncate(metrics, sum(map(len, lines)))
+            (self.path / "config.part").write_text(options)
+            (self.path / "config.part").replace(self.path / "config.json")
+            print(f"resuming {self.path} from {found[-1].name if found else 'the beginning: it has no checkpoint'}",
+                  file=sys.stderr)
+        else:
             with (self.path / "config.json").open("x") as file:
                 file.write(options)
-        except OSError as error:
-            raise UsageError(f"--out {self.path} can't be made this run's folder: {error.strerror or error}") from None
         print(" ".join(f"{name}={value}" for name, value in asdict(config).items()), file=sys.stderr)
+        if config.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+            writer = SummaryWriter(self.path)
+            self.sinks.append(lambda row, step: [writer.add_scalar(name, value, step) for name, value in row.items()])
+        if config.wandb:
+            import wandb
+            name = re.sub(r"\W+", "-", str(self.path)).strip("-")
+            run = wandb.init(project="faca", id=name, name=name, config=asdict(config), dir=self.path, resume="allow")
+            self.sinks.append(lambda row, step: run.log(row | {"step": step}))
+        return note
 
     def on_signal(self, number: int, frame) -> None:
         now = time.monotonic()
@@ -249,6 +313,10 @@ class Run:
             self.signalled, self.exit_code = True, agreed
         return agreed > 0
 
+    def due(self, step: int, steps: int) -> bool:
+        """Whether a checkpoint is, after that step."""
+        return step + 1 == steps or self.every > 0 and (step + 1) % self.every == 0
+
     def stop_line(self) -> str:
         return f"stopped early, after {len(self.rows)} rows of metrics" if self.signalled else ""
 
@@ -260,6 +328,10 @@ class Run:
         if self.rank == 0:
             with (self.path / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")
+        self.step = row.get("step", self.step)
+        numbers = {f"{row['phase']}/{name}": x for name, x in row.items() if isinstance(x, int | float)}
+        for sink in self.sinks:
+            sink(numbers, self.step)
 
     def keep(self, name: str, records: list[Rollout]) -> None:
         """The rollouts of all ranks in one file, "step 00003" in step-00003.jsonl. Collective."""

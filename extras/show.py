@@ -1,4 +1,4 @@
-"""`python rollout.py FILE.jsonl [INDEX]`: one saved rollout in the terminal.
+"""Rollouts in a file, and one of them in the terminal: `python rollout.py FILE.jsonl [INDEX]`.
 
 Agent text stands in the colour of its segment's advantage (green above 0, red below, plain at 0), split into its
 outcome and process part; the user's private strategy stands beside each turn; whatever is not trained is grey.
@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -55,6 +55,13 @@ def load_rollouts(path: str | Path) -> list[Rollout]:
     if not records:
         raise RolloutFileError(f"{path}: holds no rollout")
     return records
+
+
+def save_rollouts(path: Path, records: list[Rollout]) -> None:
+    """One JSON object a line, under a name of its own until it is whole."""
+    part = path.with_suffix(".part")
+    part.write_text("".join(json.dumps(asdict(r)) + "\n" for r in records))
+    part.replace(path)
 
 
 def colours_wanted() -> bool:

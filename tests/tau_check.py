@@ -345,7 +345,7 @@ def main() -> None:
     parser.add_argument("--transcript", type=Path, metavar="FILE", help="write a rollout of gold for each domain there")
     args = parser.parse_args()
     if args.transcript:
-        from rollout import save_rollouts
+        from extras.show import save_rollouts
         save_rollouts(args.transcript, [gold_dialogue(next(iter(tau.tasks_of(domain).values()))[0])
                                         for domain in args.domains.split(",")])
         return

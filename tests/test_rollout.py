@@ -17,7 +17,7 @@ from env import Call, Task, ToolError
 from eval import summary
 from extras.mini import DOMAINS, MiniEnv, tool
 from extras.scripted import SCRIPTS
-from extras.show import RolloutFileError, load_rollouts, main, show
+from extras.show import RolloutFileError, load_rollouts, main, save_rollouts, show
 from extras.tiny import call, make_tokenizer
 from sampler import Sample
 from simulator import UserFault, UserTurn
@@ -150,6 +150,15 @@ def test_the_last_prompt_is_what_the_template_makes_of_the_whole_dialogue():
                 for m in record.messages[:-2]]
     rendered = TOKENIZER.apply_chat_template(messages, tools=Box.tools, tokenize=False, add_generation_prompt=True)
     assert TOKENIZER.decode(stub.asked[5]) == rendered and len(stub.asked) == 6
+
+
+def test_either_end_ends_a_message_and_the_next_delta_brings_the_turn_end_where_it_was_not_sampled():
+    endoftext, = ids_of("<|endoftext|>")
+    after = ids_of("\n<|im_start|>user\nB<|im_end|>\n" + PROMPT)
+    assert CHAT.end_ids == {endoftext, IM_END} and CHAT.turn_end == IM_END
+    assert CHAT.delta([{"role": "user", "content": "B"}], IM_END) == after
+    for last in (endoftext, *ids_of("x")):
+        assert CHAT.delta([{"role": "user", "content": "B"}], last) == [IM_END, *after]
 
 
 PIECES = st.text(max_size=5) | st.sampled_from([
@@ -346,9 +355,10 @@ def test_tensors_and_summary_equal_those_by_hand_with_and_without_anything_in_th
         "reaction_NQ": [[1, 0, 0], [0, -1, 0], [0, 0, 0]],
         "observed_NQ": [[True, False, False], [True, True, False], [False] * 3],
         "exists_NQ": [[True, False, False], [True] * 3, [True, False, False]]}
-    assert [x.tolist() for x in R.token_tensors(THREE, pad_id=9)] == [
-        [[0, 1, 2], [0, 1, 9], [0, 1, 9]], [[-1, 0, 0], [-1, 0, -1], [-1, 0, -1]],
-        [[-0.5, 0, 0], [-0.5, 0, 0], [-0.5, 0, 0]], [[0.25, 0, 0], [1, 2, 3], [0, 0, 0]]]
+    *tensors, lengths = R.packed(THREE, pad_id=9)  # segments are numbered through: 0, then 1 2 3, then 4
+    assert [x.tolist() for x in tensors] == [
+        [[0, 1, 2, 0, 1, 0, 1]], [[-1, 0, 0, -1, 1, -1, 4]], [[-0.5, 0, 0, -0.5, 0, -0.5, 0]],
+        [[0.25, 1, 2, 3, 0]]] and lengths == [3, 2, 2]
     assert summary(THREE) == {"rollouts": 3, "void": 1, "void_retried": 0, "void_segments": 1.0, "success": 0.5,
                               "ended_on_confirm": 0,
                               "stop/max_messages": 1, "errors/tool": 2,
@@ -356,14 +366,15 @@ def test_tensors_and_summary_equal_those_by_hand_with_and_without_anything_in_th
     silent = [rollout(0, [], [], [], "void_user")] * 2  # every user failed before the agent spoke
     assert R.credit_tensors(silent)["exists_NQ"].tolist() == [[False], [False]]
     assert R.credit_tensors([])["reaction_NQ"].shape == (0, 1)
-    assert [x.tolist() for x in R.token_tensors([], 9)] == [[[9]], [[-1]], [[0.0]], [[0.0]]]
+    *tensors, lengths = R.packed([], 9)
+    assert [x.tolist() for x in tensors] == [[[9]], [[-1]], [[0.0]], [[]]] and lengths == [1]
     records = [rollout(n, [None], [None], []) for n in (3, 9, 4, 2, 4, 2)]
-    assert [[len(r.tokens) for r in batch] for batch in micro_batches(records, 8)] == [[9], [4, 4], [3, 2], [2]]
+    assert [[len(r.tokens) for r in batch] for batch in micro_batches(records, 8)] == [[9], [4, 4], [3, 2, 2]]
 
 
 def test_rollouts_come_back_from_their_file_as_they_were(tmp_path):
     played = play("Which?", HAT, '<tool_call>{"name": "\\ud800"}</tool_call>', "Dóne\u2028.", turns=[OK, CLOSE])[0]
-    R.save_rollouts(tmp_path / "a.jsonl", [played, *THREE])
+    save_rollouts(tmp_path / "a.jsonl", [played, *THREE])
     assert load_rollouts(tmp_path / "a.jsonl") == [played, *THREE] and os.listdir(tmp_path) == ["a.jsonl"]
 
 
@@ -394,7 +405,7 @@ def test_what_is_no_rollout_file_is_one_line_that_says_why(content, message, tmp
 def test_the_viewer_shows_private_labels_and_advantages_and_refuses_in_one_line(tmp_path, monkeypatch, capsys):
     record, _ = play("Which?", HAT, "Done.", turns=[("challenge_solution", "No!", False), ("close", "peek", True)])
     record.advantage, record.outcome_advantage = [-0.75, 0.5], 0.25
-    R.save_rollouts(tmp_path / "a.jsonl", [record, dataclasses.replace(record, messages=[{"role": "user"}])])
+    save_rollouts(tmp_path / "a.jsonl", [record, dataclasses.replace(record, messages=[{"role": "user"}])])
     (tmp_path / "b.jsonl").write_text("{}")
     env = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "NO_COLOR")}
     started = [subprocess.Popen([sys.executable, R.__file__, *words], cwd=tmp_path, env=env, text=True, stdout=-1,

@@ -17,14 +17,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from env import load_tasks
 from eval import summary
 from extras.mini import DOMAINS
-from extras.tiny import SPECIAL, TAGS, ExpertSampler, make_tiny
-from rollout import Caps, Chat, play_groups, token_tensors
-from extras.checkpoint import PolicyError, find_policy, load_policy, note_of, save_policy
-from sampler import Sampler, score
+from extras.tiny import SPECIAL, TAGS, TEMPLATE, ExpertSampler, make_tiny, make_tokenizer
+from rollout import Caps, Chat, packed, play_groups
+from extras.checkpoint import PolicyError, find_policy, load_policy, load_tokenizer, note_of, save_policy
+import sampler as sampler_module
+from sampler import PACKED, Sampler, score
 
 torch.set_num_threads(1)
 TOKENIZER, MODEL = make_tiny(0)
 MODEL.eval()
+MODEL.config._attn_implementation = PACKED
 CHAT = Chat(TOKENIZER)
 BANNED = torch.arange(len(TOKENIZER), MODEL.config.vocab_size)
 TASKS = [task for domain in DOMAINS for task in load_tasks(f"{domain}/test", "test")[:20]]
@@ -37,8 +39,10 @@ def close(a, b):
 
 @torch.no_grad()
 def scored(*records, model=MODEL):
-    tokens, segment, _, _ = token_tensors(records, TOKENIZER.pad_token_id)
-    return score(model, tokens, segment >= 0, 1.0, BANNED)
+    """Log-probs of each record, scored in one packed row; the row's entropy."""
+    tokens, segment, _, _, lengths = packed(list(records), TOKENIZER.pad_token_id)
+    logp, entropy = score(model, tokens, lengths, segment >= 0, 1.0, BANNED)
+    return logp[0].split(lengths), entropy
 
 
 @given(st.lists(st.text() | st.sampled_from(SPECIAL + TAGS)).map("".join))
@@ -56,11 +60,11 @@ def test_words_of_the_domains_are_single_tokens_digits_too_and_unused_rows_exist
 
 
 def test_the_same_seed_makes_the_same_model_and_another_does_not():
-    tokenizer, model, replica = load_policy("tiny", 0, torch.device("cpu"))
+    tokenizer, model = load_policy("tiny", 0, torch.device("cpu"), torch.float32)
     other = make_tiny(1)[1].state_dict()
     assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
     for name, weight in MODEL.state_dict().items():
-        assert torch.equal(weight, model.state_dict()[name]) and torch.equal(weight, replica.state_dict()[name])
+        assert torch.equal(weight, model.state_dict()[name])
     assert not torch.equal(MODEL.lm_head.weight, other["lm_head.weight"])
 
 
@@ -88,27 +92,62 @@ def test_rollouts_of_a_group_differ_and_each_is_the_same_whatever_runs_beside_it
     assert [r.tokens for r in sampled([(1, TASKS[25])], 2)] == [r.tokens for r in together[3:5]]
 
 
-def test_scored_logprobs_are_the_sampled_ones_alone_and_padded_in_a_batch():
+def test_scored_logprobs_are_the_sampled_ones_alone_and_packed_in_a_row():
     records = sampled([(0, TASKS[0]), (1, TASKS[25])], 2)
     assert len({len(r.tokens) for r in records}) > 1 and max(min(r.logprobs) for r in records) < -1
-    for row, record in zip(scored(*records)[0], records):
-        assert close(row[:len(record.tokens)], record.logprobs) and not row[len(record.tokens):].any()
-        assert close(scored(record)[0][0], record.logprobs)
+    for row, record in zip(scored(*records)[0], records, strict=True):
+        assert close(row, record.logprobs) and close(scored(record)[0][0], record.logprobs)
+
+
+def test_packed_sequences_do_not_see_each_other():
+    """Other tokens in one of them change no bit of the others, before or behind it."""
+    first, second, third = sampled([(0, TASKS[0]), (1, TASKS[25])], 2)[:3]
+    other = dataclasses.replace(second, tokens=[(t + 7) % 90 for t in second.tokens])
+    before, after = scored(first, second, third)[0], scored(first, other, third)[0]
+    assert torch.equal(before[0], after[0]) and torch.equal(before[2], after[2])
+    assert not torch.allclose(before[1], after[1])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_scoring_in_chunks_gives_the_same_and_never_holds_more_logits_than_told(monkeypatch, temperature):
+    tokens, segment, _, _, lengths = packed(EXPERT[:4], 0)
+    trained, seen, results = int((segment >= 0).sum()), [], []
+    hook = MODEL.lm_head.register_forward_hook(lambda module, args, out: seen.append(out.shape[:-1].numel()))
+    for rows in (10**6, 7):
+        monkeypatch.setattr(sampler_module, "HEAD_LOGITS", rows * MODEL.lm_head.out_features)
+        MODEL.zero_grad()
+        logp, entropy = score(MODEL, tokens, lengths, segment >= 0, temperature, BANNED)
+        (logp * torch.arange(len(logp[0]))).sum().backward()
+        results.append((logp.detach(), entropy, [p.grad.clone() for p in MODEL.parameters()]))
+    hook.remove()
+    MODEL.zero_grad()
+    (logp, entropy, grads), (logp_7, entropy_7, grads_7) = results
+    assert close(logp, logp_7) and entropy_7 == pytest.approx(entropy.item(), rel=1e-5)
+    assert all(torch.allclose(a, b, rtol=1e-3, atol=1e-3 * a.abs().max()) for a, b in zip(grads, grads_7, strict=True))
+    assert seen[0] == trained and max(seen[1:]) == 7  # each chunk twice: recomputed in backward
+    assert sum(seen[1:]) == 2 * trained
+
+
+def test_a_first_token_has_no_context_and_is_refused():
+    tokens, mask = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[False, True, True, False]])
+    with pytest.raises(ValueError, match="first token"):
+        score(MODEL, tokens, [2, 2], mask, 1.0, BANNED)
 
 
 def test_scores_are_known_probabilities_of_the_next_token_without_banned_ones():
     p = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.4, 0.3, 0.2, 0.1], [0.25, 0.25, 0.4, 0.1], [0.7, 0.1, 0.1, 0.1]])
     model = SimpleNamespace(  # a bigram model: after token i, token j has p[i, j]
-        model=lambda input_ids, use_cache: SimpleNamespace(last_hidden_state=torch.eye(4)[input_ids]),
-        lm_head=lambda hidden: hidden @ p.log())
-    tokens, mask = torch.tensor([[0, 1, 2, 2, 0, 1]]), torch.tensor([[0, 1, 1, 0, 0, 1]]).bool()
-    logp, entropy = score(model, tokens, mask, 1.0, torch.tensor([], dtype=torch.long))
+        model=lambda input_ids, **_: SimpleNamespace(last_hidden_state=torch.eye(4)[input_ids]),
+        lm_head=torch.nn.Linear(4, 4, bias=False))
+    model.lm_head.weight.data = p.log().T
+    tokens, mask = torch.tensor([[0, 1, 2, 2, 0, 1]]), torch.tensor([[0, 1, 1, 0, 0, 1]]).bool()  # 0 1 2 2 | 0 1
+    logp, entropy = score(model, tokens, [4, 2], mask, 1.0, torch.tensor([], dtype=torch.long))
     assert close(logp.exp(), [[1, 0.2, 0.2, 1, 1, 0.2]]) and not logp[~mask].any()
     rows = -(p * p.log()).sum(1)
     assert close(entropy, 2 * rows[0] + rows[1])
-    logp, entropy = score(model, tokens, mask, 1.0, torch.tensor([3]))
+    logp, entropy = score(model, tokens, [4, 2], mask, 1.0, torch.tensor([3]))
     assert close(logp.exp(), [[1, 0.2 / 0.6, 0.2 / 0.9, 1, 1, 0.2 / 0.6]]) and entropy.isfinite()
-    logp, _ = score(model, tokens, mask, 0.5, torch.tensor([3]))  # squares
+    logp, _ = score(model, tokens, [4, 2], mask, 0.5, torch.tensor([3]))  # squares
     assert close(logp.exp(), [[1, 4 / 14, 4 / 29, 1, 1, 4 / 14]])
 
 
@@ -116,8 +155,8 @@ def test_a_zeroed_head_scores_minus_log_of_the_allowed_tokens():
     model, uniform = copy.deepcopy(MODEL), torch.tensor(float(len(TOKENIZER))).log()
     torch.nn.init.zeros_(model.lm_head.weight)
     logp, entropy = scored(*EXPERT[:2], model=model)
-    trained = token_tensors(EXPERT[:2], 0)[1] >= 0
-    assert close(logp, torch.where(trained, -uniform, 0.0)) and close(entropy / trained.sum(), uniform)
+    trained = torch.tensor([s >= 0 for r in EXPERT[:2] for s in r.segment])
+    assert close(torch.cat(logp), torch.where(trained, -uniform, 0.0)) and close(entropy / trained.sum(), uniform)
 
 
 def test_a_tool_result_is_read_but_not_scored():
@@ -138,8 +177,10 @@ def test_a_saved_policy_loads_with_the_standard_classes_and_says_the_same(tmp_pa
     save_policy(path, MODEL, TOKENIZER, CHAT.end_ids, note)  # over the one that is there
     tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).eval()
     ids, said = torch.tensor([EXPERT[0].tokens]), [{"role": "user", "content": "Hé <think>"}]
+    plain = copy.deepcopy(MODEL)
+    plain.config._attn_implementation = "sdpa"
     with torch.no_grad():
-        assert torch.equal(model(ids).logits, MODEL(ids).logits)
+        assert torch.equal(model(ids).logits, plain(ids).logits)
     assert Chat(tokenizer).open(said, []) == CHAT.open(said, []) and Chat(tokenizer).end_ids == CHAT.end_ids
     names = load_file(path / "model.safetensors")
     assert "model.embed_tokens.weight" in names and "lm_head.weight" not in names  # tied: one key
@@ -147,6 +188,40 @@ def test_a_saved_policy_loads_with_the_standard_classes_and_says_the_same(tmp_pa
     assert (made.do_sample, made.temperature, made.top_p, made.top_k) == (True, 0.7, 1.0, 0)
     assert sorted(made.eos_token_id) == sorted(CHAT.end_ids) and note_of(str(path)) == note
     assert find_policy(str(path)) == str(path) and not (tmp_path / "m.part").exists()
+
+
+EMPTY = "<think>\\n\\n</think>\\n\\n"
+
+
+def thinks(where):
+    """The tiny template, but with an empty think block in the generation prompt and in agent messages at `where`."""
+    block = f"('{EMPTY}' if m.role == 'assistant' and {where} else '')"
+    return TEMPLATE.replace("m.role + '\\n' +", f"m.role + '\\n' + {block} +").replace(
+        "assistant\\n' }}", f"assistant\\n{EMPTY}' }}}}")
+
+
+@pytest.mark.parametrize("template, told", [
+    (TEMPLATE, ""), (thinks("true"), ""),
+    (thinks("loop.index0 > ns.last_query_index"), ""),  # which becomes the one before
+    (thinks("loop.last"), "renders a dialogue otherwise"), (thinks("false"), "renders a dialogue otherwise"),
+    (None, "ValueError"), ("{{ raise_exception('no\ntools') }}", "TemplateError: no"), ("{{", "TemplateSyntaxError")])
+def test_a_template_that_renders_histories_otherwise_than_training_is_told_and_one_that_fails_refused(
+        template, told, tmp_path, capsys, monkeypatch):
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(tmp_path)
+    if "Error" in told:
+        with pytest.raises(PolicyError, match=f"can't be used: {told}") as caught:
+            load_tokenizer(str(tmp_path))
+        assert "\n" not in str(caught.value)
+        return
+    kept = load_tokenizer(str(tmp_path)).chat_template
+    out, error = capsys.readouterr()
+    assert kept == template.replace("loop.index0 > ns.last_query_index", "true")
+    assert not out and told in error and error.count("\n") == bool(told)
+    monkeypatch.setenv("RANK", "1")  # one rank says it
+    load_tokenizer(str(tmp_path))
+    assert not capsys.readouterr().err
 
 
 def test_what_names_no_policy_is_one_line(tmp_path):

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from extras.show import load_rollouts
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SMALL = ("--env", "mini:retail", "--steps", "2", "--prompts", "3", "--rollouts", "3", "--max-messages", "4",
          "--eval-trials", "1")
-SFT = ("--sft-steps", "2", "--sft-dialogues", "1")
+SFT = ("--sft-steps", "2", "--sft-dialogues", "1", "--sft-validation", "0.05")
 
 
 def run(*arguments, ranks=0, **more):
@@ -123,7 +124,8 @@ def test_what_only_the_model_can_tell_is_one_line_too(folder, tmp_path, monkeypa
 
 
 def test_a_run_that_diverges_stops_with_one_line_and_keeps_the_last_good_weights(folder, tmp_path):
-    done = run("train.py", *SMALL, "--model", folder[0] / "sft", "--lam=-1e39", "--out", tmp_path / "far")
+    done = run("train.py", *SMALL, "--model", folder[0] / "sft", "--lam=-1e39", "--max-bad-steps", "0", "--out",
+               tmp_path / "far")
     assert done.returncode == 1 and "diverged" in done.stderr and "Traceback" not in done.stderr
     kept = load_file(tmp_path / "far" / "model" / "model.safetensors")
     assert all(w.isfinite().all() for w in kept.values())
@@ -142,13 +144,12 @@ def test_every_option_is_a_flag_resolved_by_the_model_and_overridden_by_hand(fol
 
 
 def test_prompts_of_an_epoch_are_all_tasks_once_and_the_next_epoch_is_in_another_order():
-    tasks, config = load_tasks("mini:telecom", "train"), train.parse_config(["--prompts", "24"])
-    stream = [task.id for step in range(16) for task in train.prompts_of(step, tasks, config)]  # 6 epochs of 64
+    tasks = load_tasks("mini:telecom", "train")
+    stream = [task.id for step in range(16) for task in train.shuffled(tasks, step, 24, 0)]  # 6 epochs of 64
     epochs = [stream[i:i + 64] for i in range(0, len(stream), 64)]
     assert all(sorted(epoch) == sorted(task.id for task in tasks) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == len(epochs) == 6
-    other = train.parse_config(["--prompts", "24", "--seed", "1"])
-    assert [t.id for t in train.prompts_of(0, tasks, other)] != stream[:24]
+    assert [t.id for t in train.shuffled(tasks, 0, 24, 1)] != stream[:24]
 
 
 # ----------------------------------------------------------------------------------------------------- a whole run
@@ -178,7 +179,7 @@ def test_every_metric_of_a_run_is_in_the_readmes_glossary(folder):
     assert {key for key in keys if key not in named and key.partition("/")[0] not in families} == set()
     first_column = {key for line in glossary.splitlines() if line.startswith("| `")
                     for key in re.findall(r"`([\w@]+)`", line.split(" | ")[0])}
-    assert first_column <= keys
+    assert first_column - {"mfu"} <= keys  # for that one it takes a GPU
 
 
 def test_the_ratio_of_the_first_update_is_1(folder):
@@ -266,14 +267,14 @@ def trainer(folder):
     dist.destroy_process_group()
 
 
-def objective(logp_NT, old_logp_NT, advantage_NT, mask_NT, denominator):
-    return faca.clipped_loss(logp_NT, old_logp_NT, advantage_NT, mask_NT, 0.2, denominator)
+def objective(logp_1T, old_logp_1T, advantage_1T, mask_1T, denominator):
+    return faca.clipped_loss(logp_1T, old_logp_1T, advantage_1T, mask_1T, 0.2, denominator)
 
 
 def gradients(trainer, records, budget):
     """Of one update that moves nothing: the gradient as AdamW's first moment holds it, over 1 - beta_1."""
     trainer.config = dataclasses.replace(trainer.config, tokens_per_microbatch=budget, grad_clip=1e9)
-    trainer.start(0.0)
+    trainer.begin("rl", 0.0, SimpleNamespace(note=None))
     stats = trainer.update(records, 0.0, objective)
     return stats, [trainer.optimizer.state[p]["exp_avg"].full_tensor() / 0.1 for p in trainer.model.parameters()]
 
@@ -297,10 +298,10 @@ def test_a_step_that_clips_nothing_away_changes_the_weights_and_the_sampler_foll
     for record in records:
         record.advantage = [1.0] * len(record.strategies)
     before = trainer.sampler.model.lm_head.weight.clone()
-    trainer.start(0.0)
+    trainer.begin("rl", 0.0, SimpleNamespace(note=None))
     trainer.update(records, 1e-3, objective)
     trainer.refresh_sampler()
-    assert trainer.sampler.version == 1 and not torch.equal(before, trainer.sampler.model.lm_head.weight)
+    assert trainer.sampler.version > 1 and not torch.equal(before, trainer.sampler.model.lm_head.weight)
     for copy, trained in zip(trainer.sampler.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(copy, trained.full_tensor()) and trained.dtype == torch.float32
 
@@ -308,7 +309,7 @@ def test_a_step_that_clips_nothing_away_changes_the_weights_and_the_sampler_foll
 def test_evaluating_leaves_nothing_cached_that_would_round_the_rollouts_after_it(trainer, tmp_path):
     """A cached prefix is right, but rounded in another batch: a run would depend on how often it is evaluated."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    run = train.Run(dataclasses.replace(trainer.config, out=str(tmp_path / "run")))
+    run = train.Run(dataclasses.replace(trainer.config, out=str(tmp_path / "run")), {})
     task = load_tasks("mini:retail", "test")[0]
     train.evaluate(trainer, [task], run, "now")
     for number, handler in handlers.items():
