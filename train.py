@@ -68,7 +68,7 @@ class Trainer:
         if kv_tokens < config.max_context + 512:
             raise UsageError(f"--kv-gib {config.kv_gib} holds {kv_tokens} tokens of {config.model}, too few for "
                              f"dialogues of --max-context {config.max_context}")
-        self.sampler = Sampler(replica, self.chat.end_ids, banned, config.temperature, kv_tokens)
+        self.sampler = Sampler(replica, self.chat.end_ids, banned, config.temperature, kv_tokens, graphs=config.graphs)
         self.refresh_sampler()
         self.actors = Actors(config, self.sampler, self.chat)
         self.trained_on = set(note_of(config.model).get("trained_on", ()))
@@ -81,6 +81,7 @@ class Trainer:
         objective(logp_1T, old_logp_1T, advantage_1T, mask_1T, denominator) -> (loss, stats) as faca.clipped_loss.
         A step whose loss or gradient is not finite is skipped on all ranks; too many of them in a row stop the run.
         """
+        self.sampler.sleep()  # its weights and cache would stand idle until refresh_sampler()
         batches = self.packed(records)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -146,9 +147,7 @@ class Trainer:
         Then a probe: a few sampled tokens are scored by the trainer. Where the two disagree, weights, temperature or
         bans are not the same, and RuntimeError ends the run.
         """
-        for copy, trained in zip(self.sampler.model.parameters(), self.model.parameters(), strict=True):
-            copy.copy_(trained.full_tensor())
-        self.sampler.weights_changed()
+        self.sampler.wake(parameter.full_tensor() for parameter in self.model.parameters())
         prompt = self.chat.open([{"role": "user", "content": "x"}], [])
         sample = asyncio.run(self.sampler.sample(prompt, 8, self.config.seed))
         self.sampler.weights_changed()  # nothing of it stays cached

@@ -181,14 +181,19 @@ def load_sharded(name: str, seed: int, device: torch.device, half: torch.dtype):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         replica = AutoModelForCausalLM.from_config(config, dtype=half)
+    materialise(shard(model, half), device)
+    set_model_state_dict(model, whole.state_dict() if whole else {},
+                         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    return tokenizer, model, materialise(replica, device).eval().requires_grad_(False)
+
+
+def shard(model, half: torch.dtype):
+    """FSDP2, a group a layer and one of what is around them: fp32 shards, computing in `half`, reducing in fp32."""
     policy = MixedPrecisionPolicy(half, torch.float32) if half != torch.float32 else MixedPrecisionPolicy()
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
-    materialise(model, device)
-    set_model_state_dict(model, whole.state_dict() if whole else {},
-                         options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
-    return tokenizer, model, materialise(replica, device).eval().requires_grad_(False)
+    return model
 
 
 def materialise(model, device: torch.device):

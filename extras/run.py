@@ -83,6 +83,7 @@ class Config:
     tokens_per_microbatch: int = option(2048, 8192, "tokens in one forward pass of training (a longer rollout: alone)")
     recompute: bool = option(False, True, "recompute a layer's activations in backward: memory for time")
     kv_gib: float = option(0.0625, 16.0, "GiB of the sampler's cache, on each rank")
+    graphs: bool = option(True, True, "decode by CUDA graphs, on a GPU")
     max_bad_steps: int = option(3, 3, "steps in a row that may be skipped for a loss or gradient that is not finite*")
     save_every: int = option(10, 10, "steps between checkpoints that --resume finds (0: at the end of a phase alone)")
     keep: int = option(2, 2, "checkpoints kept")
@@ -95,7 +96,8 @@ class Config:
 
 # What may change when a run resumes, for it changes no weight of it (steps: without a decay alone).
 FREE = ("steps", "simulator_url", "simulator_timeout", "concurrency", "tokens_per_microbatch", "recompute", "kv_gib",
-        "max_void_rate", "max_bad_steps", "save_every", "keep", "resume", "eval_every", "tensorboard", "wandb")
+        "graphs", "max_void_rate", "max_bad_steps", "save_every", "keep", "resume", "eval_every", "tensorboard",
+        "wandb")
 
 
 def parse_config(argv: list[str], description: str = "") -> Config:

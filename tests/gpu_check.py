@@ -7,6 +7,7 @@ varlen_reference in the kernel's place and nothing captured: it shows that this 
 
 import argparse
 import asyncio
+import math
 import random
 import statistics
 import sys
@@ -15,11 +16,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import extras.pages
-from sampler import Sampler, score
+import faca
+from extras.checkpoint import shard
+from extras.plan import flops_per_token, peak_flops, shape_from
+from extras.ranks import start_processes
+from sampler import PACKED, Sampler, score
 
 SHAPES = {
     "0.6B": dict(vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
@@ -158,9 +165,17 @@ def scored_gap(model, dialogues):
         mask[0, places] = True
         mask = mask.to(model.device)
         banned = torch.tensor([0], device=model.device)
-        logp_NT, *_ = score(model, torch.tensor([ids], device=model.device), mask, 1.0, banned)
-        gaps.append((logp_NT[mask].float().cpu() - torch.tensor(logprobs)).abs())
+        with attention(model, PACKED):
+            logp_1T, _ = score(model, torch.tensor([ids], device=model.device), [len(ids)], mask, 1.0, banned)
+        gaps.append((logp_1T[mask].float().cpu() - torch.tensor(logprobs)).abs())
     return torch.cat(gaps)
+
+
+@contextmanager
+def attention(model, name):
+    before, model.config._attn_implementation = model.config._attn_implementation, name
+    yield
+    model.config._attn_implementation = before
 
 
 def check_sampler(table, name, model, load, **options):
@@ -241,8 +256,51 @@ def rollout_speed(table, name, model, load, bandwidth, **options):
 # --------------------------------------------------------------------------------------------------- training step
 
 
-def training_step(table, name, model, load):
-    """To be filled in by the trainer's own check: a step's seconds, its MFU and its peak memory."""
+def training_step(table, name, shape, device, load):
+    """The trainer's step on one packed row: against attention without packing, its speed, MFU and memory."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, max_position_embeddings=40960))
+    model.train().activation_checkpointing_enable()
+    model.config._attn_implementation = PACKED
+    shard(model, torch.bfloat16 if device == "cuda" else torch.float32)
+    model.score = score.__get__(model)
+    register_fsdp_forward_method(model, "score")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device == "cuda")
+    lengths, banned = [load["prompt"], load["prompt"] - 7, load["prompt"] // 2], torch.tensor([0], device=device)
+    tokens = torch.tensor([[t for n in lengths for t in context(n, shape["vocab_size"], n)]], device=device)
+    mask = torch.rand(tokens.shape, device=device) < 0.3
+    mask[0, [0, lengths[0], sum(lengths[:2])]] = False
+    with torch.no_grad():
+        packed_row = model.score(tokens, lengths, mask, 1.0, banned)[0].split(lengths, 1)
+        with attention(model, "sdpa"):
+            rows = zip(tokens.split(lengths, 1), lengths, mask.split(lengths, 1), packed_row, strict=True)
+            alone = [(model.score(row, [n], own, 1.0, banned)[0] - ours)[own].abs() for row, n, own, ours in rows]
+    gap = torch.cat(alone)
+    table.add(name, f"packed row against one by one in SDPA: mean of {len(gap)}", gap.mean().item(), most=MEAN_GAP)
+    table.add(name, "packed row against one by one in SDPA: max", gap.max().item(), most=MAX_GAP)
+    seconds = []
+    for step in range(5):
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        began = time.perf_counter()
+        logp_1T, _ = model.score(tokens, lengths, mask, 1.0, banned)
+        advantage_1T = torch.randn(tokens.shape, device=device)
+        loss, _ = faca.clipped_loss(logp_1T, logp_1T.detach(), advantage_1T, mask)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor().item()
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(time.perf_counter() - began)
+    table.add(name, "training step: gradient norm above 0", float(norm > 0 and math.isfinite(norm)), least=1)
+    table.add(name, f"training step of {tokens.numel()} tokens", statistics.median(seconds[1:]), "s")
+    table.add(name, "training step", tokens.numel() / statistics.median(seconds[1:]), "tokens/s")
+    if device == "cuda":
+        table.add(name, "training step: peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
+    if device == "cuda" and (peak := peak_flops(torch.cuda.get_device_name())):
+        flops = flops_per_token(shape_from(model.config.to_dict()), sum(n * n for n in lengths) / tokens.numel(), 0.3)
+        table.add(name, "training step: MFU", flops * tokens.numel() / statistics.median(seconds[1:]) / peak)
 
 
 # ------------------------------------------------------------------------------------------------------------ main
@@ -259,9 +317,14 @@ def main(argv=None):
     kernel = extras.pages.varlen_attn
     if args.device == "cpu":
         extras.pages.varlen_attn = varlen_reference
+    alone = not dist.is_initialized()
+    if alone:
+        start_processes()
     try:
         table = check(args)
     finally:
+        if alone:
+            dist.destroy_process_group()
         extras.pages.varlen_attn = kernel
     print(f"\n{table}\n\n{f'{table.failed} failed' if table.failed else 'all passed'}")
     return int(table.failed > 0)
@@ -279,8 +342,8 @@ def check(args):
         model = random_model(shape, args.device)
         check_sampler(table, name, model, load, **options)
         rollout_speed(table, name, model, load, bandwidth, **options)
-        training_step(table, name, model, load)
         del model
+        training_step(table, name, shape, args.device, load)
     if args.device == "cuda":
         table.add("", "peak memory", torch.cuda.max_memory_allocated() / 2**30, "GiB")
     return table

@@ -258,7 +258,7 @@ def test_it_neither_sleeps_nor_wakes_under_requests():
 def test_gpu_check_runs_on_tiny_shapes_and_passes(capsys):
     assert gpu_check.main(["--device", "cpu", "--small"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == "all passed" and sum(line.endswith(" PASS") for line in lines) == 2 * 8
+    assert lines[-1] == "all passed" and sum(line.endswith(" PASS") for line in lines) == 2 * 11
 
 
 def test_gpu_check_finds_a_kernel_that_reads_wrong_pages(monkeypatch, capsys):
