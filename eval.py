@@ -76,8 +76,8 @@ def do_nothing_rate(tasks: list[Task]) -> float:
 def longest_prompt(tasks: list[Task], chat: Chat) -> int:
     """Tokens of the longest system prompt with its tools, the least that a dialogue takes."""
     prompts = {(env.policy, json.dumps(env.tools)) for env in map(make_env, tasks)}
-    return max(len(chat.open([{"role": "system", "content": policy}, {"role": "user", "content": ""}],
-                             json.loads(tools))) for policy, tools in prompts)
+    return max((len(chat.open([{"role": "system", "content": policy}, {"role": "user", "content": ""}],
+                              json.loads(tools))) for policy, tools in prompts), default=0)
 
 
 def table(columns: dict[str, dict[str, float]]) -> str:

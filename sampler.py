@@ -418,7 +418,7 @@ def score(model, tokens_1T, lengths, mask_1T, temperature: float, banned):
 
 def score_rows(head, hidden_MD, tokens_M, temperature: float, banned):
     """Log-probs of tokens_M under the head's distribution at each row, (M,), and the rows' summed entropy."""
-    logits_MV = head(hidden_MD).float().index_fill(1, banned, -math.inf)
-    logp_MV = (logits_MV if temperature == 1 else logits_MV / temperature).log_softmax(-1)
+    logits_MV = head(hidden_MD).float().index_fill_(1, banned, -math.inf)  # in place: each copy would be HEAD_LOGITS
+    logp_MV = logits_MV.div_(temperature).log_softmax(-1)
     entropy = torch.special.entr(logp_MV.detach().exp()).sum()
     return logp_MV.gather(1, tokens_M[:, None])[:, 0], entropy

@@ -27,6 +27,7 @@ import traceback
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import register_fsdp_forward_method
+from tqdm import tqdm
 
 import faca
 from env import EnvError, Task, load_tasks
@@ -35,7 +36,7 @@ from extras.checkpoint import PolicyError, SaveError, load_sharded, note_of, ori
 from extras.plan import flops_per_token, peak_flops, shape_from
 from extras.ranks import (Actors, RunStopped, UsageError, all_gather, all_reduce, ask_first, light, peak_memory,
                           start_processes)
-from extras.run import Config, Run, parse_config, tasks_beside
+from extras.run import Config, Run, parse_config, tasks_beside, tasks_of
 from extras.sft import DataError, load_dialogues, split
 from rollout import Chat, Rollout, credit_tensors, packed, padded, play_groups, stream_seed
 from sampler import PACKED, Sampler, kv_bytes_per_token, score
@@ -120,8 +121,9 @@ class Trainer:
         denominator = all_reduce(sum(mask.sum().item() for mask in masks))
         found = []
         for batch, mask_1T in zip(batches, masks, strict=True):
-            logp_1T, entropy = self.model.score(batch["tokens_1T"], batch["lengths"], mask_1T,
-                                                self.config.temperature, self.banned)
+            with torch.set_grad_enabled(train):
+                logp_1T, entropy = self.model.score(batch["tokens_1T"], batch["lengths"], mask_1T,
+                                                    self.config.temperature, self.banned)
             sampled_1T = batch["sampled_1T"]
             old_1T = batch.setdefault("old_1T", sampled_1T if self.half == torch.float32 else logp_1T.detach())
             advantage_1T = faca.token_advantage(batch["advantage_1Q"], batch["segment_1T"])
@@ -205,31 +207,28 @@ def negative_log_likelihood(logp_1T, old_logp_1T, advantage_1T, mask_1T, denomin
     return -logp_1T[mask_1T].sum() / denominator, stats
 
 
-def dialogues_of(trainer: Trainer, run: Run) -> tuple[list[Rollout], list[Rollout]]:
-    """What SFT learns from, and is validated on: --data's or an expert's dialogues, rendered and masked as rollouts."""
-    config, chat = trainer.config, trainer.chat
-    if config.data:
-        dialogues, counts = load_dialogues(config.data, chat, config.max_context)
-        run.log({"phase": "data"} | counts)
-    else:
-        from extras.tiny import ExpertSampler
-        tasks = tasks_beside(load_tasks(config.env, "train"), "sft")
-        with run.bar(range(len(tasks) * config.sft_dialogues), "expert") as bar:
-            dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, EXPERT),
-                                       ExpertSampler(chat), chat, trainer.actors.caps,
-                                       done=lambda record: bar.update(), halt=lambda: run.signalled)
-        trainer.trained_on |= {task.identity for task in tasks}
-        for record in dialogues:
-            record.advantage = [0.0] * len(record.strategies)
-    return split(dialogues, config.sft_validation, config.seed)
+def expert_dialogues(trainer: Trainer, run: Run) -> list[Rollout]:
+    """An expert's dialogues on the embedded domains, played by the same loop as rollouts are. [] after a stop."""
+    from extras.tiny import ExpertSampler
+    config = trainer.config
+    tasks = tasks_beside(load_tasks(config.env, "train"), "sft")
+    with run.bar(range(len(tasks) * config.sft_dialogues), "expert") as bar:
+        dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, EXPERT),
+                                   ExpertSampler(trainer.chat), trainer.chat, trainer.actors.caps,
+                                   done=lambda record: bar.update(), halt=lambda: run.signalled)
+    trainer.trained_on |= {task.identity for task in tasks}
+    for record in dialogues:
+        record.advantage = [0.0] * len(record.strategies)
+    return dialogues
 
 
-def sft(trainer: Trainer, run: Run) -> None:
+def sft(trainer: Trainer, data: list[Rollout], run: Run) -> None:
     """Supervised fine-tuning: the loss is on the agent's tokens alone, tool calls and turn ends among them."""
     config = trainer.config
-    dialogues, validation = dialogues_of(trainer, run)
+    data = data or expert_dialogues(trainer, run)
     if run.stopped():
         return
+    dialogues, validation = split(data, config.sft_validation, config.seed)
     epoch = math.ceil(len(dialogues) / config.sft_batch)
     steps = config.sft_steps or config.sft_epochs * epoch
     for step in (bar := run.bar(range(trainer.begin("sft", 0.0, run), steps), "SFT")):
@@ -338,7 +337,7 @@ def speed(trainer: Trainer, records: list[Rollout], stats: dict, rollout: float,
 
 def evaluate(trainer: Trainer, tasks: list[Task], run: Run, name: str) -> None:
     """Sampled dialogues on held-out tasks; users and streams are the same at every evaluation of every arm."""
-    if name in run.evaluated or run.stopped():
+    if not tasks or name in run.evaluated or run.stopped():
         return
     actors, trials = trainer.actors, trainer.config.eval_trials
     records, tries = actors.roll_out(tasks, trials, STREAM, run, f"held-out, {name}", official=True)
@@ -355,18 +354,23 @@ def evaluate(trainer: Trainer, tasks: list[Task], run: Run, name: str) -> None:
 def run_all(config: Config) -> int:
     """Everything between the options and the table; collective. Returns the exit code."""
     trainer = Trainer(config)
-    tasks = load_tasks(config.env, "train")
-    held_out = tasks_beside(tasks, "test")
+    tasks, held_out = tasks_of(config)
     longest = longest_prompt(tasks + held_out, trainer.chat)
     if config.max_context < longest + config.max_message_tokens:
         raise UsageError(f"--max-context {config.max_context} has no room for a message after a prompt of {longest}")
+    data, counts = [], {}
+    if config.data:
+        data, counts = load_dialogues(config.data, trainer.chat, config.max_context,
+                                      lambda rows: tqdm(rows, "rows", disable=trainer.rank > 0))
     run = Run(config, origin_of(trainer.model, trainer.tokenizer, tasks + held_out))
     done = run.note["phase"] if run.note else ""
     try:
+        if counts and not done:
+            run.log({"phase": "data"} | counts)
         if not done:
             evaluate(trainer, held_out, run, "before")
         if (config.model == "tiny" or config.method == "sft") and done != "rl" and not run.stopped():
-            sft(trainer, run)
+            sft(trainer, data, run)
             if not run.stopped():
                 save_export(trainer, run.path / ("model" if config.method == "sft" else "sft"))
                 evaluate(trainer, held_out, run, "after SFT")
@@ -381,7 +385,8 @@ def run_all(config: Config) -> int:
     if config.method != "sft":
         evaluate(trainer, held_out, run, "after RL")
     if trainer.rank == 0:
-        print("\n" + "\n\n".join(filter(None, [table(run.evaluated), run.stop_line(), f"run folder: {run.path}"])))
+        parts = [run.evaluated and table(run.evaluated), run.stop_line(), f"run folder: {run.path}"]
+        print("\n" + "\n\n".join(filter(None, parts)))
     return run.exit_code
 
 

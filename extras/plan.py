@@ -181,7 +181,7 @@ def budget(shape: Shape, gpus: int, gpu_gib: float, tokens_per_microbatch: int, 
             "layer's gradient, whole": (2 + 4 + 4 / gpus) * L,  # bf16, fp32 to be reduced, reduced
             "one layer, recomputed": layer_bytes(shape) * T},
         "reduce": grown | root | {"their gradient, whole": (2 + 4 + 4 / gpus) * R, "embedding's states": 2 * D * T},
-        "step": grown | {"AdamW's temporary": 4 * P / gpus},
+        "step": grown,  # fused: AdamW makes no copies
     }
     reserve = RESERVE_SHARE * gpu_gib * GIB + RESERVE
     return {name: column | {"reserve": reserve} for name, column in columns.items()}

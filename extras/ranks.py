@@ -70,7 +70,7 @@ def light(records: list[Rollout]) -> list[Rollout]:
 def ask_first(config) -> None:
     """One small request to the user's endpoint before any model is loaded. Collective; raises UsageError."""
     refusal = ""
-    endpoint = endpoint_of(config, set()) if dist.get_rank() == 0 else None
+    endpoint = endpoint_of(config, set()) if config.plays and dist.get_rank() == 0 else None
     if endpoint:
         try:
             endpoint.check()
@@ -88,8 +88,8 @@ class Actors:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.caps = Caps(config.max_messages, config.max_message_tokens, config.max_context, config.max_errors,
                          config.max_dialogue_steps)
-        domains = {task.domain for task in load_tasks(config.env, "train")}
-        self.endpoint = endpoint_of(config, domains, self.world)
+        domains = {task.domain for task in load_tasks(config.env, "train")} if config.plays else set()
+        self.endpoint = endpoint_of(config, domains, self.world) if config.plays else None
         self.trained_on = set(note_of(config.model).get("trained_on", ()))
 
     def roll_out(self, tasks: list[Task], rollouts: int, key: tuple[int, int], run, name: str, official=False):

@@ -89,9 +89,14 @@ class Config:
     keep: int = option(2, 2, "checkpoints kept")
     resume: str = option("", "", "run folder to go on with; its options are the run's")
     eval_every: int = option(0, 0, "RL steps between evaluations on held-out tasks (0: before and after alone)")
-    eval_trials: int = option(2, 1, "sampled dialogues a held-out task")
+    eval_trials: int = option(2, 1, "sampled dialogues a held-out task (0: no evaluation, as by default with --data)")
     tensorboard: bool = option(False, False, "metrics to TensorBoard too, in the run folder")
     wandb: bool = option(False, False, "metrics to Weights & Biases too")
+
+    @property
+    def plays(self) -> bool:
+        """Whether there will be dialogues with users: all but SFT on data without evaluation."""
+        return self.method != "sft" or self.eval_trials > 0 or not self.data
 
 
 # What may change when a run resumes, for it changes no weight of it (steps: without a decay alone).
@@ -125,6 +130,8 @@ def parse_config(argv: list[str], description: str = "") -> Config:
         raise UsageError(f"--method {config.method} uses no reactions: it takes neither --lam nor --control")
     if config.model != "tiny" and config.method != "sft" and any(name.startswith(("sft_", "data")) for name in given):
         raise UsageError(f"--model {config.model} is trained by {config.method} alone: no --sft-... option applies")
+    if config.data and "eval_trials" not in given:
+        config = dataclasses.replace(config, eval_trials=0)
     config = dataclasses.replace(config, lam=config.lam if config.method == "faca" else 0.0)
     name = f"{time.strftime('%Y%m%d-%H%M%S')}-{config.method}-s{config.seed}"
     config = dataclasses.replace(config, out=config.out or f"runs/{name}",
@@ -175,11 +182,11 @@ def check_config(config: Config) -> None:
             raise UsageError(f"no {name} '{getattr(config, name)}'; there are: {', '.join(known)}")
     least = {"rollouts": 2, "kv_gib": 1e-3, "temperature": 1e-3, "clip": 1e-9, "grad_clip": 1e-9}
     least |= dict.fromkeys(("prompts", "max_messages", "max_message_tokens", "max_context", "max_errors", "sft_batch",
-                            "max_dialogue_steps", "sft_dialogues", "tokens_per_microbatch", "eval_trials",
+                            "max_dialogue_steps", "sft_dialogues", "tokens_per_microbatch",
                             "concurrency", "simulator_timeout", "keep", "updates_per_batch", "sft_epochs"), 1)
     least |= dict.fromkeys(("steps", "lr", "warmup", "weight_decay", "void_retries", "max_void_rate", "sft_steps",
-                            "sft_lr", "sft_warmup", "sft_validation", "eval_every", "save_every", "max_bad_steps",
-                            "seed"), 0)
+                            "sft_lr", "sft_warmup", "sft_validation", "eval_every", "eval_trials", "save_every",
+                            "max_bad_steps", "seed"), 0)
     for name, low in least.items():
         value = getattr(config, name)
         if not low <= value < 2**31:
@@ -188,20 +195,20 @@ def check_config(config: Config) -> None:
         raise UsageError(f"--control {config.control} does nothing at --lam 0")
     try:
         faca.check_lam(config.lam)
-        tasks = load_tasks(config.env, "train")
-        held_out = tasks_beside(tasks, "test")
+        tasks, held_out = tasks_of(config)
         with_sft = config.model == "tiny" or config.method == "sft"
         if with_sft and not config.data and not all(task.domain.startswith("mini:") for task in tasks):
             raise UsageError(f"--method {config.method} of --model {config.model} begins with SFT on the dialogues of "
                              f"an expert, and only the mini: domains have one; for {config.env} name another --model, "
                              "or the dialogues in --data")
-        endpoint_of(config, {task.domain for task in tasks})
+        if config.plays:
+            endpoint_of(config, {task.domain for task in tasks})
         find_policy(config.model)
     except ValueError as error:
         raise UsageError(str(error)) from None
     if {task.identity for task in tasks} & {task.identity for task in held_out}:
         raise UsageError(f"--env {config.env} would train on held-out tasks, those that the run is evaluated on")
-    if config.prompts > len(tasks):
+    if config.method != "sft" and config.prompts > len(tasks):
         raise UsageError(f"--prompts {config.prompts} is more than the {len(tasks)} tasks of {config.env}")
     for package in ("tensorboard", "wandb"):
         if getattr(config, package) and not importlib.util.find_spec(package):
@@ -215,9 +222,16 @@ def check_config(config: Config) -> None:
         raise UsageError(f"--out {config.out} holds something already; name a new folder, or --resume it")
 
 
+def tasks_of(config: Config) -> tuple[list[Task], list[Task]]:
+    """Those to train on, and those to evaluate on; none where no dialogue is played."""
+    tasks = load_tasks(config.env, "train") if config.plays else []
+    return tasks, tasks_beside(tasks, "test") if config.eval_trials else []
+
+
 def tasks_beside(tasks: list[Task], split: str) -> list[Task]:
     """Another split of the same domains."""
-    return load_tasks(",".join(f"{domain}/{split}" for domain in sorted({task.domain for task in tasks})), split)
+    domains = sorted({task.domain for task in tasks})
+    return load_tasks(",".join(f"{domain}/{split}" for domain in domains), split) if domains else []
 
 
 # ---------------------------------------------------------------------------------------------------------- folder

@@ -18,7 +18,7 @@ between two of them is the chat template's delta, so RL goes on from the very di
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jinja2 import TemplateError
@@ -33,8 +33,11 @@ class DataError(ValueError):
     """A file that cannot be learned from; the message is one line: the file, the row's number, what is wrong."""
 
 
-def load_dialogues(path: str | Path, chat: Chat, context: int) -> tuple[list[Rollout], dict[str, int]]:
+def load_dialogues(path: str | Path, chat: Chat, context: int,
+                   shown: Callable = iter) -> tuple[list[Rollout], dict[str, int]]:
     """The rows of a .jsonl or .parquet file, in order, but those of more than `context` tokens; and counts.
+
+    shown: what the rows pass through, such as a progress bar.
 
     A record has the tokens (T,), the segment (T,) of the agent's and -1 for all others, logprobs and advantages 0, no
     strategies or reactions, and as messages the public transcript, with what was said after the last agent message.
@@ -48,7 +51,7 @@ def load_dialogues(path: str | Path, chat: Chat, context: int) -> tuple[list[Rol
     a .jsonl that of its line), and where all rows are too long.
     """
     records, counts = [], Counter(dict.fromkeys(COUNTS, 0))
-    for number, row in read_rows(Path(path)):
+    for number, row in shown(read_rows(Path(path))):
         tally = Counter()
         try:
             record = record_of(row, chat, tally)
