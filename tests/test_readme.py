@@ -5,6 +5,8 @@ import importlib
 import pathlib
 import re
 
+from extras.plan import options_of
+
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
@@ -43,6 +45,8 @@ def test_every_flag_of_the_readme_is_one():
         flags = set(re.findall(r"--[a-z-]+", command)) - {"--nproc-per-node"}
         if "eval.py" in command:
             evaluation.parse(command.split()[2:])
+        elif "--plan" in flags:
+            options_of(command.split()[2:])
         elif "train.py" in command:
             assert flags <= known, command
         else:
