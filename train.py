@@ -400,8 +400,11 @@ def main() -> None:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)
         code = 1 if isinstance(error, RunStopped | SaveError) else 2
-    except Exception:  # the other ranks may be waiting for this one: no teardown that waits for them
-        traceback.print_exc()
+    except Exception as error:  # the other ranks may be waiting for this one: no teardown that waits for them
+        if isinstance(error, OSError):  # the disk, most likely
+            print(f"train.py: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
     if dist.is_initialized():

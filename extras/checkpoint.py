@@ -233,6 +233,7 @@ def save_state(path: Path, model, optimizer, note: dict, export) -> None:
         if dist.get_rank() == 0:
             export(part / "model")
             (part / "note.json").write_text(json.dumps(note))
+            flush(part)
     except Exception as error:  # dcp wraps what a rank's disk said
         failure = str(error).strip().splitlines()[-1][:200]
     failures = [None] * dist.get_world_size()
@@ -243,9 +244,18 @@ def save_state(path: Path, model, optimizer, note: dict, export) -> None:
         else:
             shutil.rmtree(path, ignore_errors=True)
             part.rename(path)
+            flush(path.parent)
     dist.barrier()
     if any(failures):
         raise SaveError(f"the checkpoint {path} can't be written: {next(filter(None, failures))}")
+
+
+def flush(folder: Path) -> None:
+    """What the folder holds, to the disk: a name must not outlive its content when the power fails."""
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
 
 
 def load_state(path: Path, model, optimizer) -> None:
