@@ -4,6 +4,7 @@
     torchrun train.py --method grpo --model RUN/sft    the matched control, from that run's SFT checkpoint
     torchrun --nproc-per-node 2 train.py               the same on two ranks
     torchrun train.py --resume RUN                     goes on with a run that was stopped or killed
+    python train.py --from-rollouts FILE.jsonl         one recorded batch through every arm; trains nothing
 
 One step: G prompts x K rollouts -> rewards and private reactions -> Eq. 6 -> Eqs. 7-8 -> one AdamW step. Interactive
 GRPO is lambda 0 on the same path: the arms differ in the advantage and nothing else, and their first rollouts are equal
@@ -48,9 +49,9 @@ EXPERT = -1  # stands for the step in the random streams of the expert's dialogu
 
 
 class Trainer:
-    """The policy on this rank: sharded fp32 weights and AdamW to train, a whole replica to sample with."""
+    """The policy on this rank: sharded fp32 weights and AdamW to train, a whole replica to sample with (or none)."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, sampling: bool = True):
         self.config = config
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -65,6 +66,10 @@ class Trainer:
         self.chat = Chat(self.tokenizer)
         banned = self.chat.banned_ids(self.model.config.vocab_size)
         self.banned = torch.tensor(banned, dtype=torch.long, device=self.device)
+        self.optimizer, self.bad_steps = None, 0  # in a row
+        self.at = self.saved = None  # (phase, step) that comes next; that of the newest checkpoint
+        if not sampling:
+            return
         kv_tokens = int(config.kv_gib * 2**30) // kv_bytes_per_token(replica.config, self.half)
         if kv_tokens < config.max_context + 512:
             raise UsageError(f"--kv-gib {config.kv_gib} holds {kv_tokens} tokens of {config.model}, too few for "
@@ -73,8 +78,6 @@ class Trainer:
         self.refresh_sampler()
         self.actors = Actors(config, self.sampler, self.chat)
         self.trained_on = set(note_of(config.model).get("trained_on", ()))
-        self.optimizer, self.bad_steps = None, 0  # in a row
-        self.at = self.saved = None  # (phase, step) that comes next; that of the newest checkpoint
 
     def update(self, records: list[Rollout], lr: float, objective, updates: int = 1) -> dict[str, float]:
         """Optimizer steps on the rollouts of all ranks, each on all of them; every rank runs as many forward passes.
@@ -249,6 +252,19 @@ def sft(trainer: Trainer, data: list[Rollout], run: Run) -> None:
             return
 
 
+def advantages(x: dict, lam: float, control: str, generator: torch.Generator) -> torch.Tensor:
+    """Eq. 6 on rollout.credit_tensors' x, its reactions put through a control of Table 4 ("none": as they are). (N, Q).
+
+    The generator decides where "randomized" puts each reaction; the others take nothing from it.
+    """
+    reaction_NQ, observed_NQ = x["reaction_NQ"], x["observed_NQ"] & x["valid_N"][:, None]
+    if control == "shifted":
+        reaction_NQ, observed_NQ = faca.shifted(reaction_NQ, observed_NQ, x["exists_NQ"])
+    elif control == "randomized":
+        reaction_NQ = faca.randomized(reaction_NQ, observed_NQ, generator)
+    return faca.faca_advantage(x["reward_N"], reaction_NQ, observed_NQ, x["group_N"], lam, x["valid_N"])
+
+
 def assign_credit(trainer: Trainer, records: list[Rollout], tries: list[Rollout], step: int) -> dict:
     """Eq. 6 on the rollouts of all ranks; writes each record's advantages, returns telemetry and counts of the step."""
     config = trainer.config
@@ -258,17 +274,12 @@ def assign_credit(trainer: Trainer, records: list[Rollout], tries: list[Rollout]
                    key=lambda pair: (pair[0].group, pair[0].k))
     everyone = [r for r, _ in every]
     x = credit_tensors(everyone)
-    reaction_NQ, observed_NQ = x["reaction_NQ"], x["observed_NQ"] & x["valid_N"][:, None]
-    tokens_NQ = torch.tensor([t + [0] * (reaction_NQ.shape[1] - len(t)) for _, t in every])
-    telemetry = faca.credit_telemetry(x["reward_N"], reaction_NQ, observed_NQ, x["exists_NQ"], tokens_NQ, x["group_N"],
-                                      config.lam, x["valid_N"], [r.strategies for r in everyone])
-    if config.control == "shifted":
-        reaction_NQ, observed_NQ = faca.shifted(reaction_NQ, observed_NQ, x["exists_NQ"])
-    elif config.control == "randomized":
-        generator = torch.Generator().manual_seed(stream_seed(config.seed, step))
-        reaction_NQ = faca.randomized(reaction_NQ, observed_NQ, generator)
+    tokens_NQ = torch.tensor([t + [0] * (x["exists_NQ"].shape[1] - len(t)) for _, t in every])
+    telemetry = faca.credit_telemetry(x["reward_N"], x["reaction_NQ"], x["observed_NQ"], x["exists_NQ"], tokens_NQ,
+                                      x["group_N"], config.lam, x["valid_N"], [r.strategies for r in everyone])
+    generator = torch.Generator().manual_seed(stream_seed(config.seed, step))
     outcome_N = faca.outcome_advantage(x["reward_N"], x["group_N"], x["valid_N"])
-    advantage_NQ = faca.faca_advantage(x["reward_N"], reaction_NQ, observed_NQ, x["group_N"], config.lam, x["valid_N"])
+    advantage_NQ = advantages(x, config.lam, config.control, generator)
     place = {(r.group, r.k): i for i, r in enumerate(everyone)}
     for record in records:
         i = place[record.group, record.k]
@@ -394,8 +405,13 @@ def main() -> None:
     try:
         config = parse_config(sys.argv[1:], __doc__)
         start_processes()
-        ask_first(config)
-        code = run_all(config)
+        if config.from_rollouts:
+            from extras.arms import compare
+            compare(config)
+            code = 0
+        else:
+            ask_first(config)
+            code = run_all(config)
     except (UsageError, EnvError, PolicyError, DataError, RunStopped, SaveError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"train.py: {error}", file=sys.stderr)

@@ -87,6 +87,7 @@ class Config:
     max_bad_steps: int = option(3, 3, "steps in a row that may be skipped for a loss or gradient that is not finite*")
     save_every: int = option(10, 10, "steps between checkpoints that --resume finds (0: at the end of a phase alone)")
     keep: int = option(2, 2, "checkpoints kept")
+    from_rollouts: str = option("", "", "rollout file to put through every arm, instead of a run (extras/arms.py)")
     resume: str = option("", "", "run folder to go on with; its options are the run's")
     eval_every: int = option(0, 0, "RL steps between evaluations on held-out tasks (0: before and after alone)")
     eval_trials: int = option(2, 1, "sampled dialogues a held-out task (0: no evaluation, as by default with --data)")
@@ -122,6 +123,9 @@ def parse_config(argv: list[str], description: str = "") -> Config:
         add_flag(parser, f.name, None, f"{tiny}" if tiny == paper else f"tiny {tiny}, else {paper}")
     given = {name: value for name, value in vars(parser.parse_args(argv)).items() if value is not None}
     list_worlds(given.get("env", ""))
+    if "from_rollouts" in given:
+        from extras.arms import recorded
+        return recorded(given)
     if given.get("resume"):
         return resumed(Path(given["resume"]), given)
     preset = preset_of(given.get("model", "tiny"))  # a checkpoint knows the preset that it was trained with
@@ -174,8 +178,8 @@ def list_worlds(env: str) -> None:
         sys.exit()
 
 
-def check_config(config: Config) -> None:
-    """Raises UsageError for what can be known to be wrong before any work."""
+def check_values(config: Config) -> None:
+    """Raises UsageError for a value that no option of that name takes."""
     for name, known in (("method", ("sft", "grpo", "faca")), ("control", ("none", "shifted", "randomized")),
                         ("lr_decay", ("none", "linear", "cosine"))):
         if getattr(config, name) not in known:
@@ -191,6 +195,11 @@ def check_config(config: Config) -> None:
         value = getattr(config, name)
         if not low <= value < 2**31:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {low:g} and below 2^31, is {value}")
+
+
+def check_config(config: Config) -> None:
+    """Raises UsageError for what can be known to be wrong before any work."""
+    check_values(config)
     if config.control != "none" and config.lam == 0:
         raise UsageError(f"--control {config.control} does nothing at --lam 0")
     try:
