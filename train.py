@@ -169,6 +169,9 @@ class Trainer:
         """A fresh optimizer for a phase, or that of the newest checkpoint; the step to begin at. Collective."""
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99), weight_decay=weight_decay,
                                            fused=self.device.type == "cuda")
+        for p in self.model.parameters():  # else the first checkpoint would make them by a step, and count it as one
+            count = torch.zeros((), device=self.device)
+            self.optimizer.state[p] = {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
         self.at = phase, 0
         if run.note and run.note["phase"] == phase:
             resume(self, run.note)
@@ -241,7 +244,8 @@ def sft(trainer: Trainer, data: list[Rollout], run: Run) -> None:
         row = {name: stats[name] for name in ("loss", "grad_norm", "lr", "tokens", "skipped")}
         if validation and ((step + 1) % epoch == 0 or step + 1 == steps):
             batches = trainer.packed(validation[trainer.rank::trainer.world])
-            row["validation_loss"] = trainer.backward(batches, negative_log_likelihood, train=False)["loss"]
+            with torch.no_grad():
+                row["validation_loss"] = trainer.backward(batches, negative_log_likelihood, train=False)["loss"]
         run.log({"phase": "sft", "step": step} | row)
         bar.set_postfix(loss=f"{stats['loss']:.3f}", refresh=False)
         trainer.at = "sft", step + 1
@@ -298,6 +302,8 @@ def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: Run) -
 
     first = trainer.begin("rl", config.weight_decay, run)
     for step in (bar := run.bar(range(first, config.steps), config.method.upper())):
+        if config.eval_every and step and step % config.eval_every == 0:  # here a run that resumes comes by, too
+            evaluate(trainer, held_out, run, f"RL step {step}")
         began = time.perf_counter()
         prompts = shuffled(tasks, step, config.prompts, config.seed)
         records, tries = actors.roll_out(prompts, config.rollouts, (config.seed, step), run, f"step {step:05}")
@@ -323,8 +329,6 @@ def train(trainer: Trainer, tasks: list[Task], held_out: list[Task], run: Run) -
         shown = {"success": f"{sum(recent) / len(recent):.2f}"} | ({"user tokens": f"{cost:,}"} if cost else {})
         bar.set_postfix(shown, refresh=False)
         trainer.at = "rl", step + 1
-        if config.eval_every and (step + 1) % config.eval_every == 0 and step + 1 < config.steps:
-            evaluate(trainer, held_out, run, f"RL step {step + 1}")
         if run.due(step, config.steps):
             save(trainer, run)
 
@@ -373,7 +377,7 @@ def run_all(config: Config) -> int:
     if config.data:
         data, counts = load_dialogues(config.data, trainer.chat, config.max_context,
                                       lambda rows: tqdm(rows, "rows", disable=trainer.rank > 0))
-    run = Run(config, origin_of(trainer.model, trainer.tokenizer, tasks + held_out))
+    run = Run(config, origin_of(trainer.model, trainer.tokenizer, tasks + held_out, config.data))
     done = run.note["phase"] if run.note else ""
     try:
         if counts and not done:

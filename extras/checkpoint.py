@@ -308,13 +308,13 @@ def resume(trainer, note: dict) -> None:
     trainer.at = trainer.saved = note["phase"], note["step"]
 
 
-def origin_of(model, tokenizer, tasks) -> dict[str, str]:
+def origin_of(model, tokenizer, tasks, data: str = "") -> dict[str, str]:
     """What a run that resumes must find as it was, each as a digest."""
     shape = {name: value for name, value in model.config.to_dict().items()
              if name not in ("_name_or_path", "transformers_version", "dtype")}
     words = sorted(tokenizer.get_vocab().items()), tokenizer.chat_template
     parts = {"the task list of --env": [task.id for task in tasks], "the architecture of --model": shape,
-             "the tokenizer of --model": words}
+             "the tokenizer of --model": words, "the file of --data": Path(data).read_bytes() if data else b""}
     return {name: hashlib.blake2b(repr(part).encode(), digest_size=8).hexdigest() for name, part in parts.items()}
 
 

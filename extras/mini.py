@@ -20,6 +20,7 @@ import inspect
 import json
 import random
 from collections.abc import Callable
+from functools import cache
 from itertools import combinations, permutations, product
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -317,6 +318,7 @@ DOMAINS: dict[str, type[MiniEnv]] = {cls.domain: cls for cls in (Telecom, Retail
 FAMILIES = {"mini": ("telecom", "retail")}
 
 
+@cache
 def tasks_of(domain: str) -> dict[str, list[Task]]:
     return DOMAINS[domain].make_tasks()
 

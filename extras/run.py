@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import sys
 import time
@@ -157,7 +158,7 @@ def resumed(folder: Path, given: dict) -> Config:
         if name not in free and value != getattr(config, name):
             raise UsageError(f"--{name.replace('_', '-')} {value} is not what {folder} began with, "
                              f"{getattr(config, name)}; a run resumes with its own options (free: {', '.join(free)})")
-    config = dataclasses.replace(config, **given, out=str(folder))
+    config = dataclasses.replace(config, **given | {"out": str(folder)})
     check_config(config)
     return config
 
@@ -276,12 +277,13 @@ class Run:
         if self.rank == 0:
             try:
                 note = self.open(config)
+            except UsageError as error:
+                refusal = str(error)
             except OSError as error:
                 refusal = f"--out {self.path} can't be made this run's folder: {error.strerror or error}"
         refusal, note, self.rows = all_gather((refusal, note, self.rows))[0]
-        changed = [name for name, digest in self.origin.items() if note and note["origin"].get(name) != digest]
-        if refusal or changed:
-            raise UsageError(refusal or f"{changed[0]} is not what {self.path} began with: it can't be resumed")
+        if refusal:
+            raise UsageError(refusal)
         self.evaluated = {row["at"]: row for row in self.rows if row["phase"] == "held_out"}
         return note
 
@@ -295,9 +297,14 @@ class Run:
             raise OSError("another process is at work in it") from None
         note, options = None, json.dumps(asdict(config), indent=1) + "\n"
         if config.resume:
-            (self.path / "refused").unlink(missing_ok=True)
             found = checkpoints(self.path)
             note = {"path": str(found[-1])} | json.loads((found[-1] / "note.json").read_text()) if found else None
+            changed = [name for name, digest in self.origin.items() if note and note["origin"].get(name) != digest]
+            if changed:
+                raise UsageError(f"{changed[0]} is not what {self.path} began with: it can't be resumed")
+            (self.path / "refused").unlink(missing_ok=True)
+            for part in self.path.glob("checkpoints/*.part"):
+                shutil.rmtree(part)
             metrics = self.path / "metrics.jsonl"
             metrics.touch()
             lines = metrics.read_bytes().splitlines(keepends=True)[:note["rows"] if note else 0]
