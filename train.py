@@ -35,8 +35,8 @@ from env import EnvError, Task, load_tasks
 from eval import STREAM, figures, longest_prompt, summary, table
 from extras.checkpoint import PolicyError, SaveError, load_sharded, note_of, origin_of, resume, save, save_export
 from extras.plan import flops_per_token, peak_flops, shape_from
-from extras.ranks import (Actors, RunStopped, UsageError, all_gather, all_reduce, ask_first, light, peak_memory,
-                          start_processes)
+from extras.ranks import (Actors, Lasting, RunStopped, UsageError, all_gather, all_reduce, ask_first, light,
+                          peak_memory, start_processes)
 from extras.run import Config, Run, parse_config, tasks_beside, tasks_of
 from extras.sft import DataError, load_dialogues, split
 from rollout import Chat, Rollout, credit_tensors, packed, padded, play_groups, stream_seed
@@ -249,10 +249,11 @@ def sft(trainer: Trainer, data: list[Rollout], run: Run) -> None:
         run.log({"phase": "sft", "step": step} | row)
         bar.set_postfix(loss=f"{stats['loss']:.3f}", refresh=False)
         trainer.at = "sft", step + 1
-        if run.stopped() or run.due(step, steps):
+        stopped = run.stopped()  # asked once: a signal that comes while it is saved would part the ranks
+        if stopped or run.due(step, steps):
             trainer.refresh_sampler()
             save(trainer, run)
-        if run.signalled:
+        if stopped:
             return
 
 
@@ -406,6 +407,7 @@ def run_all(config: Config) -> int:
 
 
 def main() -> None:
+    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
     try:
         config = parse_config(sys.argv[1:], __doc__)
         start_processes()
@@ -417,9 +419,13 @@ def main() -> None:
             ask_first(config)
             code = run_all(config)
     except (UsageError, EnvError, PolicyError, DataError, RunStopped, SaveError) as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # of each machine: its files may be what is wrong
             print(f"train.py: {error}", file=sys.stderr)
         code = 1 if isinstance(error, RunStopped | SaveError) else 2
+    except KeyboardInterrupt:  # later Run takes the signal
+        if os.environ.get("RANK", "0") == "0":
+            print("train.py: stopped before the run began, with nothing to save", file=sys.stderr)
+        os._exit(130)
     except Exception as error:  # the other ranks may be waiting for this one: no teardown that waits for them
         if isinstance(error, OSError):  # the disk, most likely
             print(f"train.py: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)

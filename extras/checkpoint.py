@@ -9,6 +9,7 @@ where a run resumes. No random state is in it: every stream of a run is made fro
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from dataclasses import asdict
@@ -251,18 +252,30 @@ def save_state(path: Path, model, optimizer, note: dict, export) -> None:
 
 
 def flush(folder: Path) -> None:
-    """What the folder holds, to the disk: a name must not outlive its content when the power fails."""
+    """The file, or all that the folder holds, to the disk: a name must not outlive its content when the power fails."""
     for path in [*folder.rglob("*"), folder]:
         handle = os.open(path, os.O_RDONLY)
         os.fsync(handle)
         os.close(handle)
 
 
+def damaged(path: Path, error: Exception) -> PolicyError:
+    reason = (str(error).strip().splitlines() or [""])[-1][:160]
+    return PolicyError(f"the checkpoint {path} can't be read ({type(error).__name__}: {reason}): move it away, and the "
+                       "run resumes from the one before it")
+
+
 def load_state(path: Path, model, optimizer) -> None:
-    """Weights and optimizer of a checkpoint, on any number of ranks, into these. Collective."""
+    """Weights and optimizer of a checkpoint, on any number of ranks, into these. Collective.
+
+    Raises PolicyError, one line, on all ranks alike, where the files can't be read.
+    """
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optim": moments}
-    dcp.load(state, checkpoint_id=path / "state")
+    try:
+        dcp.load(state, checkpoint_id=path / "state")
+    except Exception as error:  # on all ranks, whose file ever it was; dcp wraps what a reader said
+        raise damaged(path, error) from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
@@ -287,6 +300,9 @@ def save_export(trainer, path: Path) -> None:
         raise SaveError(refusal[0])
 
 
+NOTE = {"phase", "step", "rows", "trained_on", "bad_steps", "origin"}
+
+
 def save(trainer, run) -> None:
     """All that is needed to resume where the trainer is, once; then the oldest beyond --keep go. Collective."""
     if trainer.saved == trainer.at:
@@ -295,10 +311,11 @@ def save(trainer, run) -> None:
     note = {"phase": phase, "step": step, "rows": len(run.rows), "trained_on": sorted(trainer.trained_on),
             "bad_steps": trainer.bad_steps, "origin": run.origin}
     save_state(run.path / "checkpoints" / f"{phase}-{step:06}", trainer.model, trainer.optimizer, note,
-               lambda path: export(trainer, path))
+               lambda path: (export(trainer, path), *map(flush, run.path.glob("*.json*"))))  # its rows are there, too
     trainer.saved = trainer.at
     for old in checkpoints(run.path)[:-trainer.config.keep] if trainer.rank == 0 else []:
-        shutil.rmtree(old)
+        old = old.rename(old.with_name(old.name + ".part"))  # so that none is ever half there under its name
+        shutil.rmtree(old, ignore_errors=True)  # a server may hold its files
 
 
 def resume(trainer, note: dict) -> None:
@@ -319,7 +336,20 @@ def origin_of(model, tokenizer, tasks, data: str = "") -> dict[str, str]:
 
 
 def checkpoints(run: Path) -> list[Path]:
-    """The complete checkpoints of a run, oldest first: by phase (sft before rl) and step."""
+    """The complete checkpoints of a run, oldest first: by phase (sft before rl) and step. No folder of another name."""
     found = [path for path in (run / "checkpoints").glob("*-*") if (path / "note.json").is_file()]
-    whole = [path for path in found if path.suffix != ".part"]
-    return sorted(whole, key=lambda path: (path.name.startswith("rl"), path.name))
+    ours = [path for path in found if re.fullmatch(r"(sft|rl)-\d{6,}", path.name)]
+    return sorted(ours, key=lambda path: (path.name.startswith("rl"), int(path.name.partition("-")[2])))
+
+
+def newest_note(run: Path) -> dict | None:
+    """What the newest complete checkpoint of a run says of itself, and its `path`; None where there is none."""
+    for path in checkpoints(run)[::-1]:
+        try:
+            note = json.loads((path / "note.json").read_text())
+            if not isinstance(note, dict) or note.keys() != NOTE:
+                raise ValueError("note.json is not of this version")
+        except (OSError, ValueError) as error:
+            raise damaged(path, error) from None
+        return note | {"path": str(path)}
+    return None

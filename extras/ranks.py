@@ -1,6 +1,7 @@
 """Many ranks as one: torchrun's processes, what they tell each other, and a step's dialogues played by all of them."""
 
 import dataclasses
+import errno
 import os
 import resource
 import sys
@@ -23,6 +24,36 @@ class UsageError(ValueError):
 
 class RunStopped(RuntimeError):
     """The run can't go on, and says why in one line. Raised on all ranks alike."""
+
+
+class Lasting:
+    """A stream to talk to for days: once its reader is gone, what is said goes nowhere, and the run goes on.
+
+    Ctrl-C in `train.py | tee log` ends tee as well, and a terminal that is closed hears nothing either: a word to them
+    must not end the run before it has saved.
+    """
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        return self.last(self.stream.write, text) or len(text)
+
+    def flush(self) -> None:
+        self.last(self.stream.flush)
+
+    def last(self, act: Callable, *arguments):
+        try:
+            return act(*arguments)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # EIO: a terminal that has hung up
+                raise
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())  # what is still buffered goes there, too
+            os.close(nowhere)
 
 
 def start_processes() -> None:

@@ -6,7 +6,9 @@ Config holds every option of train.py once; flags, help and presets come from it
 import argparse
 import dataclasses
 import fcntl
+import hashlib
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -22,9 +24,9 @@ from tqdm import tqdm
 
 import faca
 from env import WORLDS, Task, listing, load_tasks
-from extras.checkpoint import checkpoints, find_policy, preset_of
+from extras.checkpoint import PolicyError, find_policy, flush, newest_note, preset_of
 from extras.ranks import UsageError, all_gather, all_reduce
-from extras.show import save_rollouts
+from extras.show import fits, save_rollouts
 from rollout import Rollout
 from simulator import endpoint_of, extra_for
 
@@ -127,7 +129,7 @@ def parse_config(argv: list[str], description: str = "") -> Config:
     if "from_rollouts" in given:
         from extras.arms import recorded
         return recorded(given)
-    if given.get("resume"):
+    if "resume" in given:  # an empty one, as of a shell's unset variable, is no wish for a new run
         return resumed(Path(given["resume"]), given)
     preset = preset_of(given.get("model", "tiny"))  # a checkpoint knows the preset that it was trained with
     config = Config(**{f.name: f.metadata[preset] for f in dataclasses.fields(Config)} | given)
@@ -149,18 +151,30 @@ def resumed(folder: Path, given: dict) -> Config:
     """The options of the run in that folder, and what may change of them."""
     try:
         config = Config(**json.loads((folder / "config.json").read_text()))
-        if None in asdict(config).values():
-            raise ValueError("options are missing")
+        if wrong := [f.name for f in dataclasses.fields(Config) if not fits(getattr(config, f.name), f.type)]:
+            raise ValueError(f"no value, or none of its type: {', '.join(wrong)}")
     except (OSError, ValueError, TypeError) as error:
         raise UsageError(f"--resume {folder} is no run folder of this version ({error})") from None
-    free = FREE if config.lr_decay == "none" else FREE[1:]
+    config, free = dataclasses.replace(config, out=str(folder)), free_of(config)  # it may have been moved
     for name, value in given.items():
+        value = str(Path(value)) if name == "out" else value
         if name not in free and value != getattr(config, name):
             raise UsageError(f"--{name.replace('_', '-')} {value} is not what {folder} began with, "
                              f"{getattr(config, name)}; a run resumes with its own options (free: {', '.join(free)})")
     config = dataclasses.replace(config, **given | {"out": str(folder)})
     check_config(config)
     return config
+
+
+def free_of(config: Config) -> tuple[str, ...]:
+    return FREE if config.lr_decay == "none" else FREE[1:]
+
+
+def digest_of(config: Config) -> str:
+    """Of the options that make a run what it is; where its folder, model and data lie is not among them."""
+    fixed = {name: value for name, value in asdict(config).items()
+             if name not in (*free_of(config), "out", "model", "data")}
+    return hashlib.blake2b(json.dumps(fixed, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def add_flag(parser: argparse.ArgumentParser, name: str, default, shown: str) -> None:
@@ -254,22 +268,49 @@ def progress(steps, name: str, aside: bool = False, disable: bool = False) -> tq
                 delay=5 if aside else 0, initial=steps.start, total=steps.stop)
 
 
+def rows_before(note: dict | None, metrics: Path, config: Config) -> list[dict]:
+    """The metrics that a resumed run goes on from: those of its checkpoint, and evaluations of these very weights.
+
+    Rows that are lost or damaged change no weight: one line on stderr says how many there were.
+    """
+    def read(line: bytes) -> dict | None:
+        try:
+            row = json.loads(line)
+        except ValueError:
+            return None
+        return row if isinstance(row, dict) and "phase" in row else None
+
+    def evaluated(row: dict | None) -> bool:
+        over = row and row.get("at") == "after RL" and note["step"] < config.steps  # it goes on with more steps
+        return bool(row) and row["phase"] == "held_out" and not over and (
+            row["void"] <= config.max_void_rate * row["rollouts"])  # else the run stopped, and it is asked for again
+
+    every = [read(line) for line in metrics.read_bytes().splitlines()] if note and metrics.exists() else []
+    rows = [row for row in every[:note["rows"] if note else 0] if row]
+    if note and len(rows) < note["rows"]:
+        print(f"warning: {note['rows'] - len(rows)} of the {note['rows']} rows before the checkpoint are lost or "
+              f"damaged in {metrics}", file=sys.stderr)
+    return rows + list(itertools.takewhile(evaluated, every[note["rows"]:] if note else []))
+
+
 class Run:
     """The folder that training writes and evaluation reads (config.json, metrics.jsonl, rollouts/), and how it ends.
 
-    SIGINT and SIGTERM ask the run to stop: dialogues under way are given up, and what is done is saved. A further one
-    after two seconds quits at once (within them, for torchrun hands on what a terminal has sent already).
+    SIGINT, SIGTERM and SIGHUP ask the run to stop: dialogues under way are given up, and what is done is saved. A
+    further one after two seconds quits at once (within them, for torchrun hands on what a terminal has sent already).
     """
 
     def __init__(self, config, origin: dict[str, str]):
-        self.origin, self.rank, self.path = origin, dist.get_rank(), Path(config.out)
+        self.origin = origin | {"config.json": digest_of(config)}
+        self.rank, self.path = dist.get_rank(), Path(config.out)
         self.rows: list[dict] = []
         self.evaluated: dict[str, dict] = {}
         self.signalled, self.exit_code, self.told_at = False, 0, 0.0
         self.sinks, self.step, self.every = [], 0, config.save_every
         self.note = self.claim(config)
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.on_signal)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the last: the terminal was closed
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup asks for
+                signal.signal(number, self.on_signal)
 
     def claim(self, config) -> dict | None:
         """Makes the folder this run's own; the note of the checkpoint that it resumes from, if any. Collective."""
@@ -277,7 +318,7 @@ class Run:
         if self.rank == 0:
             try:
                 note = self.open(config)
-            except UsageError as error:
+            except (UsageError, PolicyError) as error:
                 refusal = str(error)
             except OSError as error:
                 refusal = f"--out {self.path} can't be made this run's folder: {error.strerror or error}"
@@ -297,23 +338,24 @@ class Run:
             raise OSError("another process is at work in it") from None
         note, options = None, json.dumps(asdict(config), indent=1) + "\n"
         if config.resume:
-            found = checkpoints(self.path)
-            note = {"path": str(found[-1])} | json.loads((found[-1] / "note.json").read_text()) if found else None
+            note = newest_note(self.path)
             changed = [name for name, digest in self.origin.items() if note and note["origin"].get(name) != digest]
             if changed:
                 raise UsageError(f"{changed[0]} is not what {self.path} began with: it can't be resumed")
+            if note and note["phase"] == "rl" and note["step"] > config.steps:
+                raise UsageError(f"--steps {config.steps} is less than the {note['step']} that {self.path} has done")
             (self.path / "refused").unlink(missing_ok=True)
             for part in self.path.glob("checkpoints/*.part"):
                 shutil.rmtree(part)
-            metrics = self.path / "metrics.jsonl"
-            metrics.touch()
-            lines = metrics.read_bytes().splitlines(keepends=True)[:note["rows"] if note else 0]
-            self.rows = [json.loads(line) for line in lines]
-            os.truncate(metrics, sum(map(len, lines)))
-            (self.path / "config.part").write_text(options)
-            (self.path / "config.part").replace(self.path / "config.json")
-            print(f"resuming {self.path} from {found[-1].name if found else 'the beginning: it has no checkpoint'}",
-                  file=sys.stderr)
+            self.rows = rows_before(note, self.path / "metrics.jsonl", config)
+            for name, text in (("metrics.jsonl", "".join(json.dumps(row) + "\n" for row in self.rows)),
+                               ("config.json", options)):
+                part = self.path / f"{name}.part"
+                part.write_text(text)
+                flush(part)
+                part.replace(self.path / name)
+            print(f"resuming {self.path} from "
+                  f"{Path(note['path']).name if note else 'the beginning: it has no checkpoint'}", file=sys.stderr)
         else:
             with (self.path / "config.json").open("x") as file:
                 file.write(options)

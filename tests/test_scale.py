@@ -9,19 +9,24 @@ import functools
 import itertools
 import json
 import math
+import os
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._pytree import tree_flatten
+from tqdm import tqdm
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 import ranks_worker
 import train
 from extras.checkpoint import save_policy
+from extras.ranks import Lasting
+from extras.run import rows_before
 from extras.show import load_rollouts
 from extras.tiny import domain_words, make_tokenizer
 from ranks_worker import finish, start
@@ -215,7 +220,7 @@ def straight(tmp_path_factory):
     folder = tmp_path_factory.mktemp("straight") / "run"
     done = trained(folder, *RUN, "--steps", 4, "--keep", 9, "--out", folder)
     assert done.code == 0, done.err
-    assert [row["signal"] for row in rows(folder) if row["phase"] == "rl"] == [True] * 4  # else steps would prove little
+    assert [row["signal"] for row in rows(folder) if row["phase"] == "rl"] == [True] * 4  # else it proves little
     return folder
 
 
@@ -271,7 +276,7 @@ MOMENTS = [  # what the process was about to do when it was killed
     ("open", "step-00001.part", 1),
     ("os.rename", "rl-000002.part", 1),
     ("shutil.rmtree", "checkpoints/sft-000002", 1),
-    ("open", "metrics.jsonl", 1),  # the evaluation's row, amid RL
+    ("open", "metrics.jsonl", 4),  # the evaluation's row, amid RL
     ("open", "rl-000004.part/model.part/config.json", 1),
     ("os.rename", "run/model.part", 1)]
 
@@ -345,6 +350,79 @@ def test_a_run_folder_has_one_process_at_a_time(straight):
 
 def test_a_resume_with_other_tasks_is_one_line(straight):
     assert "the task list of --env is not what" in refused(straight, held_out=4)
+
+
+def test_a_config_edited_to_other_values_is_one_line(straight, tmp_path):
+    folder = copy_until(straight, tmp_path / "run", "rl-000002")
+    options = json.loads((folder / "config.json").read_text())
+    for name, value, said in (("lr", "fast", "its type: lr"), ("steps", None, "its type: steps"),
+                              ("prompts", 1.5, "its type: prompts"), ("seed", 7, "config.json is not what"),
+                              ("steps", 1, "--steps 1 is less than the 2 that")):
+        (folder / "config.json").write_text(json.dumps(options | {name: value}))
+        assert said in refused(folder)
+    (folder / "config.json").write_text(json.dumps(options | {"steps": 2}))
+    (folder / "checkpoints" / "rl-000002" / "note.json").write_text('{"phase": "rl"')
+    assert "rl-000002 can't be read (JSONDecodeError" in refused(folder)
+    with pytest.raises(train.UsageError, match="no run folder"):  # as of a shell's unset variable: no new run
+        train.parse_config(["--resume", ""])
+
+
+def test_a_checkpoint_whose_state_is_cut_is_one_line_and_moved_away_the_run_goes_on(straight, tmp_path):
+    folder = copy_until(straight, tmp_path / "run", "rl-000002")
+    newest = shutil.copytree(folder / "checkpoints" / "rl-000002", folder / "checkpoints" / "rl-000003")
+    os.truncate(next((newest / "state").glob("*.distcp")), 5000)
+    done = trained(folder, "--resume", folder)
+    assert done.code == 2 and "Traceback" not in done.err
+    assert "rl-000003 can't be read" in done.err.splitlines()[-1]
+    newest.rename(folder / "checkpoints" / "rl-000003-damaged")  # no name of a checkpoint any more
+    assert trained(folder, "--resume", folder).code == 0
+    assert_same_run(straight, folder)
+
+
+def test_metrics_go_back_to_the_checkpoint_but_keep_evaluations_of_its_weights(tmp_path, capsys):
+    evaluated = {"phase": "held_out", "at": "after RL", "void": 0, "rollouts": 4}
+    every = [{"phase": "rl", "step": 0}, {"phase": "rl", "step": 1}, evaluated, {"phase": "rl", "step": 2}]
+    lines, note = [json.dumps(row) for row in every], {"step": 2, "rows": 2}
+    config, file = SimpleNamespace(steps=2, max_void_rate=0.2), tmp_path / "metrics.jsonl"
+
+    def left(text, **changed):
+        file.write_text(text)
+        return rows_before(note, file, SimpleNamespace(**vars(config) | changed))
+
+    assert left("\n".join(lines)) == every[:3]
+    assert left("\n".join(lines), steps=3) == every[:2]
+    assert left("\n".join(lines).replace('"void": 0', '"void": 1')) == every[:2]  # which stopped the run
+    assert rows_before(None, file, config) == [] and capsys.readouterr().err == ""
+    assert left("\n".join([lines[0][:5], *lines[1:3]])) == every[1:3]
+    assert "1 of the 2 rows" in capsys.readouterr().err
+    assert left(lines[0] + "\n" + lines[1][:9]) == every[:1]
+    file.unlink()
+    assert rows_before(note, file, config) == [] and "2 of the 2 rows" in capsys.readouterr().err
+
+
+def test_a_signal_that_comes_while_a_checkpoint_is_saved_parts_no_rank_from_the_others(monkeypatch):
+    """SFT ends where all ranks were asked, not where this one alone has been told in the meantime."""
+    seen, run = [], SimpleNamespace(signalled=False, log=seen.append, stopped=lambda: len(seen) > 3 and run.signalled,
+                                    due=lambda step, steps: True, bar=lambda steps, name: tqdm(steps, disable=True))
+    trainer = SimpleNamespace(
+        config=SimpleNamespace(sft_validation=0, seed=0, sft_batch=1, sft_steps=9, sft_lr=1, sft_warmup=0), rank=0,
+        world=1, begin=lambda *_: 0, refresh_sampler=lambda: None,
+        update=lambda *_: dict.fromkeys(("loss", "grad_norm", "lr", "tokens", "skipped"), 0.0))
+    monkeypatch.setattr(train, "save", lambda trainer, run: setattr(run, "signalled", True))
+    train.sft(trainer, [Rollout("", "", 0, 0, 0)], run)
+    assert trainer.at == ("sft", 4)
+
+
+def test_what_is_said_to_a_reader_that_is_gone_ends_nothing():
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as pipe:
+        stream = Lasting(pipe)
+        stream.write("heard\n")
+        stream.flush()
+        assert os.read(reader, 99) == b"heard\n"
+        os.close(reader)
+        print("to nobody", file=stream, flush=True)
+        print("nor this", file=stream, flush=True)
 
 
 def test_a_full_disk_ends_the_run_with_one_line_and_the_checkpoints_before_it_are_good(straight, tmp_path):
