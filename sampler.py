@@ -265,7 +265,8 @@ class Sampler:
         tokens, logprobs = self._forward(rows)
         for row, token, logprob in zip(rows, tokens, logprobs):
             if not logprob > float("-inf"):
-                raise FloatingPointError(f"a sampled token has log-prob {logprob}: the logits are not finite")
+                raise FloatingPointError(f"a sampled token has log-prob {logprob}: the logits are not finite: the "
+                                         "model's weights are damaged, or it has diverged (try a lower learning rate)")
             row.cached, named = len(row.ids), len(row.digests)
             row.extend_digests(self.page)
             self._pool.name(row.pages[named:], row.digests[named:])

@@ -378,6 +378,7 @@ def run_all(config: Config) -> int:
     if config.data:
         data, counts = load_dialogues(config.data, trainer.chat, config.max_context,
                                       lambda rows: tqdm(rows, "rows", disable=trainer.rank > 0))
+        split(data, config.sft_validation, config.seed)  # what it refuses is refused before there is a folder
     run = Run(config, origin_of(trainer.model, trainer.tokenizer, tasks + held_out, config.data))
     done = run.note["phase"] if run.note else ""
     try:
@@ -427,7 +428,7 @@ def main() -> None:
             print("train.py: stopped before the run began, with nothing to save", file=sys.stderr)
         os._exit(130)
     except Exception as error:  # the other ranks may be waiting for this one: no teardown that waits for them
-        if isinstance(error, OSError):  # the disk, most likely
+        if isinstance(error, OSError | FloatingPointError):  # the disk, most likely; or weights that are not finite
             print(f"train.py: rank {os.environ.get('RANK', '0')}: {error}", file=sys.stderr)
         else:
             traceback.print_exc()

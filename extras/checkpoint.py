@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_state_dict, set_model_state_dict,
                                                      set_state_dict)
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -235,7 +236,7 @@ def save_state(path: Path, model, optimizer, note: dict, export) -> None:
             export(part / "model")
             (part / "note.json").write_text(json.dumps(note))
             flush(part)
-    except Exception as error:  # dcp wraps what a rank's disk said
+    except (Exception, CheckpointException) as error:  # the latter, of what a rank's disk said, is no Exception
         failure = str(error).strip().splitlines()[-1][:200]
     failures = [None] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
@@ -274,7 +275,7 @@ def load_state(path: Path, model, optimizer) -> None:
     state = {"model": weights, "optim": moments}
     try:
         dcp.load(state, checkpoint_id=path / "state")
-    except Exception as error:  # on all ranks, whose file ever it was; dcp wraps what a reader said
+    except (Exception, CheckpointException) as error:  # the latter, on all ranks, is no Exception
         raise damaged(path, error) from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 

@@ -402,8 +402,9 @@ def test_metrics_go_back_to_the_checkpoint_but_keep_evaluations_of_its_weights(t
 
 def test_a_signal_that_comes_while_a_checkpoint_is_saved_parts_no_rank_from_the_others(monkeypatch):
     """SFT ends where all ranks were asked, not where this one alone has been told in the meantime."""
-    seen, run = [], SimpleNamespace(signalled=False, log=seen.append, stopped=lambda: len(seen) > 3 and run.signalled,
-                                    due=lambda step, steps: True, bar=lambda steps, name: tqdm(steps, disable=True))
+    seen = []
+    run = SimpleNamespace(signalled=False, log=seen.append, stopped=lambda: len(seen) > 3, due=lambda step, steps: True,
+                          bar=lambda steps, name: tqdm(steps, disable=True))
     trainer = SimpleNamespace(
         config=SimpleNamespace(sft_validation=0, seed=0, sft_batch=1, sft_steps=9, sft_lr=1, sft_warmup=0), rank=0,
         world=1, begin=lambda *_: 0, refresh_sampler=lambda: None,
