@@ -65,7 +65,9 @@ def find_policy(name: str) -> str:
     folder = Path(name)
     looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if not name or looks_local and not (folder / "config.json").is_file():
-        raise PolicyError(f"no model '{name}': no folder of that name holds a config.json")
+        inner = (f"; '{folder / 'model'}' does" if (folder / "model" / "config.json").is_file() else
+                 f"; '{folder / 'sft'}' does" if (folder / "sft" / "config.json").is_file() else "")
+        raise PolicyError(f"no model '{name}': no folder of that name holds a config.json{inner}")
     hub_id = f"Qwen/{name}" if name.startswith("Qwen") and "/" not in name and not looks_local else name
     try:
         AutoConfig.from_pretrained(hub_id)
