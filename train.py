@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 train.py               the same on two ranks
     torchrun train.py --resume RUN                     goes on with a run that was stopped or killed
     python train.py --from-rollouts FILE.jsonl         one recorded batch through every arm; trains nothing
+    python train.py --plan --model Qwen3-8B            memory, disk and time from the config; --plan --help for more
 
 One step: G prompts x K rollouts -> rewards and private reactions -> Eq. 6 -> Eqs. 7-8 -> one AdamW step. Interactive
 GRPO is lambda 0 on the same path: the arms differ in the advantage and nothing else, and their first rollouts are equal
@@ -100,8 +101,8 @@ class Trainer:
             seen.append({"grad_norm": norm, "lr": lr, "skipped": int(not finite)} | stats)
         self.bad_steps = self.bad_steps + 1 if any(stats["skipped"] for stats in seen) else 0
         if self.bad_steps > self.config.max_bad_steps:
-            raise RunStopped(f"the loss is {stats['loss']} and the gradient's norm {norm}, the {self.bad_steps}. such "
-                             "step in a row: the run has diverged, try a lower learning rate")
+            raise RunStopped(f"the loss is {stats['loss']} and the gradient's norm {norm}, after {self.bad_steps} "
+                             "skipped steps in a row: the run has diverged, try a lower learning rate")
         last = ("clipped", "k3", "ratio_max", "ratio_min")  # of the others, what the first update saw
         return seen[0] | {name: seen[-1][name] for name in last} | {"skipped": sum(s["skipped"] for s in seen)}
 

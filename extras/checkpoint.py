@@ -67,7 +67,9 @@ def find_policy(name: str) -> str:
     folder = Path(name)
     looks_local = folder.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1
     if not name or looks_local and not (folder / "config.json").is_file():
-        raise PolicyError(f"no model '{name}': no folder of that name holds a config.json")
+        inner = (f"; '{folder / 'model'}' does" if (folder / "model" / "config.json").is_file() else
+                 f"; '{folder / 'sft'}' does" if (folder / "sft" / "config.json").is_file() else "")
+        raise PolicyError(f"no model '{name}': no folder of that name holds a config.json{inner}")
     hub_id = f"Qwen/{name}" if name.startswith("Qwen") and "/" not in name and not looks_local else name
     try:
         AutoConfig.from_pretrained(hub_id)
@@ -217,6 +219,10 @@ def save_policy(path: Path, model, tokenizer, end_ids, note: dict) -> None:
     model.generation_config.update(do_sample=True, temperature=note["temperature"], top_p=1.0, top_k=0,
                                    eos_token_id=sorted(end_ids))
     model.save_pretrained(part)
+    config = json.loads((part / "config.json").read_text())
+    theta = (config.get("rope_parameters") or {}).get("rope_theta")
+    if theta:  # transformers 4, which servers may use, looks for it here, and would silently take its own default
+        (part / "config.json").write_text(json.dumps({**config, "rope_theta": theta}, indent=2) + "\n")
     tokenizer.save_pretrained(part)
     (part / "faca.json").write_text(json.dumps(note, indent=1))
     shutil.rmtree(path, ignore_errors=True)

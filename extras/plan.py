@@ -1,4 +1,6 @@
-"""Does a run fit, and how long may it take? Arithmetic from a model's config alone; nothing is loaded or measured.
+"""Does a run fit, how long may it take, and what do its checkpoints weigh?
+
+Arithmetic from a model's config alone; nothing is loaded or measured.
 
     python train.py --plan --model Qwen3-8B --gpus 8 --gpu-gib 80
 
@@ -187,6 +189,11 @@ def budget(shape: Shape, gpus: int, gpu_gib: float, tokens_per_microbatch: int, 
     return {name: column | {"reserve": reserve} for name, column in columns.items()}
 
 
+def checkpoint_bytes(shape: Shape) -> int:
+    """On disk: fp32 weights (a tied head is written again) and two moments in state/, bf16 weights in model/."""
+    return 14 * shape.parameters + (4 * shape.vocab * shape.hidden if shape.tied else 0)
+
+
 def peaks(columns: dict[str, dict[str, float]]) -> tuple[float, float]:
     """Bytes at the fullest: (of the rollout, of the update)."""
     return sum(columns["rollout"].values()), max(sum(columns[name].values()) for name in MOMENTS)
@@ -269,6 +276,7 @@ def plan(argv: list[str]) -> str:
         raise RunStopped(f"{what} does not fit with --kv-gib {kv_gib:g} and --tokens-per-microbatch {tokens}: the "
                          f"rollout needs {peaks(columns)[0] / GIB:.1f} GiB a GPU, the update "
                          f"{peaks(columns)[1] / GIB:.1f}; the largest that fit are {best[0]} and {best[1]}")
+    disk = checkpoint_bytes(shape) / 1e9
     held = best[0] * GIB // shape.kv_bytes_per_token
     return "\n".join([
         f"{what}: arithmetic from the config, not measured",
@@ -278,7 +286,9 @@ def plan(argv: list[str]) -> str:
         f"largest --kv-gib                 {best[0]:>9,}   {held:,} tokens, or {held // o.max_context:,} dialogues at "
         f"--max-context; this GPU plays {dialogues}",
         f"largest --tokens-per-microbatch  {best[1]:>9,}   a row is never cut: at least --max-context "
-        f"{o.max_context:,}", "", *times(shape, o, dialogues, kv_gib)])
+        f"{o.max_context:,}", "",
+        f"on disk: a checkpoint {disk:.1f} GB; {o.keep} kept, and one more while it is written: "
+        f"{disk * (o.keep + 1):.0f} GB", "", *times(shape, o, dialogues, kv_gib)])
 
 
 def table(columns: dict[str, dict[str, float]]) -> list[str]:

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import train
-from extras.plan import (GIB, KNOWN, MOMENTS, Shape, budget, flops_per_token, largest, layer_bytes, peak_flops, peaks,
-                         plan, shape_from, shape_of)
+from extras.plan import (GIB, KNOWN, MOMENTS, Shape, budget, checkpoint_bytes, flops_per_token, largest, layer_bytes,
+                         peak_flops, peaks, plan, shape_from, shape_of)
 from extras.ranks import RunStopped, UsageError
 
 SMALL = Shape(hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, intermediate=16, vocab=32, tied=False)
@@ -238,6 +238,12 @@ def test_command_line_exits_with_what_was_found(flags, code, monkeypatch, capsys
     out, err = capsys.readouterr()
     assert (ended.value.code or 0) == code
     assert ("largest --kv-gib" in out, len(err.splitlines())) == (code == 0, min(code, 1))
+
+
+def test_checkpoints_on_disk_are_planned():
+    assert checkpoint_bytes(KNOWN["Qwen3-8B"]) == 14 * 8_190_735_360
+    assert checkpoint_bytes(KNOWN["Qwen3-0.6B"]) == 14 * 596_049_920 + 4 * 151_936 * 1024  # tied: the head once more
+    assert "a checkpoint 114.7 GB; 1 kept, and one more while it is written: 229 GB" in plan(["--plan", "--keep", "1"])
 
 
 # --------------------------------------------------------------------------------------------------------- FLOPs

@@ -232,3 +232,14 @@ def test_what_names_no_policy_is_one_line(tmp_path):
             find_policy(name)
         assert "\n" not in str(caught.value)
     assert find_policy("tiny") == "tiny"
+
+
+def test_a_run_folder_is_no_model_and_the_line_names_the_one_inside(tmp_path):
+    (tmp_path / "sft").mkdir()
+    (tmp_path / "sft" / "config.json").write_text("{}")
+    with pytest.raises(PolicyError, match=f"'{tmp_path / 'sft'}' does$"):
+        find_policy(str(tmp_path))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(PolicyError, match=f"'{tmp_path / 'model'}' does$"):
+        find_policy(str(tmp_path))
