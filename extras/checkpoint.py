@@ -255,7 +255,9 @@ def save_state(path: Path, model, optimizer, note: dict, export) -> None:
             flush(path.parent)
     dist.barrier()
     if any(failures):
-        raise SaveError(f"the checkpoint {path} can't be written: {next(filter(None, failures))}")
+        free = shutil.disk_usage(path.parent).free / 2**30
+        raise SaveError(f"the checkpoint {path} can't be written ({free:.1f} GiB are free there; older ones stand): "
+                        f"{next(filter(None, failures))}")
 
 
 def flush(folder: Path) -> None:
@@ -300,7 +302,7 @@ def save_export(trainer, path: Path) -> None:
     if trainer.rank == 0:
         try:
             export(trainer, path)
-        except OSError as error:
+        except Exception as error:  # safetensors has its own kind
             refusal = [f"{path} can't be written: {error}"]
     dist.broadcast_object_list(refusal)
     if refusal[0]:

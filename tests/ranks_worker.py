@@ -24,6 +24,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3 import modeling_qwen3  # noqa: F401  else each process imports it anew
 
+import extras.run
 import faca
 import sampler
 import train
@@ -90,14 +91,14 @@ def enter(folder: Path, rank: int, ranks: int, port: int, function, *arguments, 
 # ---------------------------------------------------------------------------------------------------- train.py's run
 
 
-def run(argv: list[str], words: list[str], dies=None, largest_file: int = 0, held_out: int = 3) -> None:
+def run(argv: list[str], words: list[str], dies=None, largest_file: int = 0, held_out: int = 2) -> None:
     """train.py on few held-out tasks, and few of the expert's, with the tiny tokenizer's words found before.
 
     dies: see kill_before. largest_file: in bytes, past which a write fails as on a full disk.
     """
     tiny.domain_words = lambda: words
-    beside = train.tasks_beside
-    train.tasks_beside = lambda tasks, split: beside(tasks, split)[:{"test": held_out, "sft": 12}[split]]
+    beside, few = train.tasks_beside, {"test": held_out, "sft": 12}
+    train.tasks_beside = extras.run.tasks_beside = lambda tasks, split: beside(tasks, split)[:few[split]]
     if largest_file:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
@@ -224,9 +225,9 @@ def bad_steps(config: train.Config, records: list, budgets: list[int]) -> dict:
     trainer.update(records, 1e-3, objective)
     before = weights_and_moments(trainer)
 
-    def nan_loss(logp_1T, *rest):
+    def nan_loss(logp_1T, *rest):  # with a gradient that is finite
         loss, stats = objective(logp_1T, *rest)
-        return (loss * float("nan") if trainer.rank == trainer.world - 1 else loss), stats
+        return (loss + float("nan") if trainer.rank == trainer.world - 1 else loss), stats
 
     def infinite_gradient(logp_1T, *rest):
         if trainer.rank == trainer.world - 1:
