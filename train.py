@@ -87,12 +87,12 @@ class Trainer:
         A step whose loss or gradient is not finite is skipped on all ranks; too many of them in a row stop the run.
         """
         self.sampler.sleep()  # its weights and cache would stand idle until refresh_sampler()
-        batches = self.packed(records)
+        batches = self.batches_of(records)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         seen: list[dict[str, float]] = []
         for _ in range(updates):
-            stats = self.backward(batches, objective)
+            stats = self.loss_of(batches, objective)
             norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.grad_clip).full_tensor().item()
             finite = math.isfinite(norm) and math.isfinite(stats["loss"])
             if finite:
@@ -106,7 +106,7 @@ class Trainer:
         last = ("clipped", "k3", "ratio_max", "ratio_min")  # of the others, what the first update saw
         return seen[0] | {name: seen[-1][name] for name in last} | {"skipped": sum(s["skipped"] for s in seen)}
 
-    def packed(self, records: list[Rollout]) -> list[dict]:
+    def batches_of(self, records: list[Rollout]) -> list[dict]:
         """This rank's micro-batches on its device, as many as every other rank's. Collective."""
         batches = micro_batches(records, self.config.tokens_per_microbatch)
         passes = int(all_reduce(len(batches), max))
@@ -115,8 +115,8 @@ class Trainer:
                  for name, x in zip(names, packed(batch, self.tokenizer.pad_token_id), strict=True)}
                 for batch in [*batches, *([] for _ in range(passes - len(batches)))]]
 
-    def backward(self, batches: list[dict], objective, train: bool = True) -> dict[str, float]:
-        """The gradient of the objective over the micro-batches of all ranks, and what it saw. Collective.
+    def loss_of(self, batches: list[dict], objective, backward: bool = True) -> dict[str, float]:
+        """The objective over the micro-batches of all ranks, its gradient, and what it saw. Collective.
 
         In bf16 sampler and trainer round differently: the old logprobs are the trainer's own, from the first time that
         a batch is here, which keeps the first ratio at 1. The batches carry them.
@@ -125,14 +125,14 @@ class Trainer:
         denominator = all_reduce(sum(mask.sum().item() for mask in masks))
         found = []
         for batch, mask_1T in zip(batches, masks, strict=True):
-            with torch.set_grad_enabled(train):
+            with torch.set_grad_enabled(backward):
                 logp_1T, entropy = self.model.score(batch["tokens_1T"], batch["lengths"], mask_1T,
                                                     self.config.temperature, self.banned)
             sampled_1T = batch["sampled_1T"]
             old_1T = batch.setdefault("old_1T", sampled_1T if self.half == torch.float32 else logp_1T.detach())
             advantage_1T = faca.token_advantage(batch["advantage_1Q"], batch["segment_1T"])
             loss, stats = objective(logp_1T, old_1T, advantage_1T, mask_1T, denominator)
-            if train:
+            if backward:
                 (loss * self.world).backward()  # FSDP averages over ranks, the denominator is global already
             gap = (logp_1T.detach() - sampled_1T)[mask_1T]
             found.append({"loss": loss.item(), "entropy": entropy.item(), "logprob_gap": gap.abs().sum().item(),
@@ -161,7 +161,7 @@ class Trainer:
         probe.append(prompt)
         probe.append(sample.tokens, 0, sample.logprobs)
         probe.advantage = [0.0]
-        seen = self.backward(self.packed([probe]), negative_log_likelihood, train=False)
+        seen = self.loss_of(self.batches_of([probe]), negative_log_likelihood, backward=False)
         gap, most = (seen["logprob_gap"], 0.1) if self.half == torch.bfloat16 else (seen["logprob_gap_max"], 1e-3)
         if not gap <= most:
             raise RuntimeError(f"sampler and trainer differ by {gap:.3g} in log-prob, above {most}: not one policy")
@@ -244,9 +244,8 @@ def sft(trainer: Trainer, data: list[Rollout], run: Run) -> None:
         stats = trainer.update(batch[trainer.rank::trainer.world], lr, negative_log_likelihood)
         row = {name: stats[name] for name in ("loss", "grad_norm", "lr", "tokens", "skipped")}
         if validation and ((step + 1) % epoch == 0 or step + 1 == steps):
-            batches = trainer.packed(validation[trainer.rank::trainer.world])
-            with torch.no_grad():
-                row["validation_loss"] = trainer.backward(batches, negative_log_likelihood, train=False)["loss"]
+            batches = trainer.batches_of(validation[trainer.rank::trainer.world])
+            row["validation_loss"] = trainer.loss_of(batches, negative_log_likelihood, backward=False)["loss"]
         run.log({"phase": "sft", "step": step} | row)
         bar.set_postfix(loss=f"{stats['loss']:.3f}", refresh=False)
         trainer.at = "sft", step + 1

@@ -156,10 +156,10 @@ def gradient(trainer: Trainer, records: list[Rollout], advantage_NQ: Tensor) -> 
         ratios.append(log_ratio.clamp(max=faca.LOG_RATIO_CAP).exp().sum().item() / denominator)
         return faca.clipped_loss(logp_1T, old_logp_1T, advantage_1T, mask_1T, trainer.config.clip, denominator)
 
-    batches = trainer.packed([replace(r, advantage=row[:len(r.strategies)])
+    batches = trainer.batches_of([replace(r, advantage=row[:len(r.strategies)])
                               for r, row in zip(records, advantage_NQ.tolist(), strict=True)
                               if not r.void and r.strategies])
-    stats = trainer.backward(batches, objective)
+    stats = trainer.loss_of(batches, objective)
     parts = [p.grad.full_tensor().flatten().to("cpu", trainer.half) for p in trainer.model.parameters()]
     trainer.model.zero_grad()
     return parts, stats | {"ratio": sum(ratios)}

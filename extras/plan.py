@@ -26,12 +26,11 @@ from pathlib import Path
 
 from extras.ranks import RunStopped, UsageError
 from extras.run import Config, add_flag
+from sampler import ADMIT_TOKENS, HEAD_LOGITS
 
 GIB = 2**30
 SHARE = 0.3  # of a dialogue's tokens the agent sampled (assumed: prompts, tools' results and users make the rest)
 RESERVE_SHARE, RESERVE = 0.06, GIB  # of the card: fragmentation; and one GiB: CUDA context, kernels, NCCL (chosen)
-CHUNK = 2**28  # logits made at once
-FED = 8192  # tokens that a sampler's forward takes before it admits no more; the last admitted may be a whole dialogue
 STEP = 1024  # --tokens-per-microbatch is proposed in multiples of this
 GOOD_RATE = 0.4  # of the peak, hardware FLOPs counted, in a well-run update (chosen)
 MOMENTS = ("head", "layers", "reduce", "step")
@@ -164,7 +163,7 @@ def budget(shape: Shape, gpus: int, gpu_gib: float, tokens_per_microbatch: int, 
     T = max(tokens_per_microbatch, max_context)
     M = math.ceil(SHARE * T)
     # No gradients: a layer's own (its MLP's three, or q in fp32 twice), or one weight gathered for the replica (fp32).
-    forward = (FED + max_context) * (8 * D + max(6 * shape.intermediate, 8 * shape.heads * shape.head_dim))
+    forward = (ADMIT_TOKENS + max_context) * (8 * D + max(6 * shape.intermediate, 8 * shape.heads * shape.head_dim))
     drawing = dialogues * shape.vocab * 30  # bf16 and fp32 logits, masked, log-softmax; probabilities, CDF in fp64
     state = {"weights, fp32, a share": 4 * P / gpus, "AdamW's m and v, a share": 8 * P / gpus}
     grown = state | {"gradients, fp32, a share": 4 * P / gpus}
@@ -178,7 +177,7 @@ def budget(shape: Shape, gpus: int, gpu_gib: float, tokens_per_microbatch: int, 
         "head": grown | root | {"their gradient, whole": 2 * 2 * head} | gathered | inputs | {
             "last norm, chosen states": 10 * D * T + 4 * D * M,
             # bf16 and its gradient, fp32, log-softmax and its gradient
-            "logits of a chunk": min(CHUNK, M * shape.vocab) * (2 + 2 + 4 + 4 + 4)},
+            "logits of a chunk": min(HEAD_LOGITS, M * shape.vocab) * (2 + 2 + 4 + 4 + 4)},
         "layers": grown | root | {"their gradient, whole": 2 * head} | gathered | inputs | {
             "layer's gradient, whole": (2 + 4 + 4 / gpus) * L,  # bf16, fp32 to be reduced, reduced
             "one layer, recomputed": layer_bytes(shape) * T},

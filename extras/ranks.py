@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 from env import Task, load_tasks
-from extras.checkpoint import note_of
 from rollout import Caps, Rollout, play_groups
 from simulator import SimulatorError, endpoint_of
 
@@ -121,7 +120,6 @@ class Actors:
                          config.max_dialogue_steps)
         domains = {task.domain for task in load_tasks(config.env, "train")} if config.plays else set()
         self.endpoint = endpoint_of(config, domains, self.world) if config.plays else None
-        self.trained_on = set(note_of(config.model).get("trained_on", ()))
 
     def roll_out(self, tasks: list[Task], rollouts: int, key: tuple[int, int], run, name: str, official=False):
         """This rank's share of the tasks, a group each, and the void tries made again; none after a stop. Collective.

@@ -190,9 +190,9 @@ def gradients(config: train.Config, records: list, budgets: list[int], models: l
         sampler.HEAD_LOGITS = 5 * trainer.model.config.vocab_size if recompute else 2**28  # in chunks of 5 rows
         for budget in budgets:
             trainer.config = dataclasses.replace(trainer.config, tokens_per_microbatch=budget)
-            batches, calls = trainer.packed(records), []
+            batches, calls = trainer.batches_of(records), []
             hook = trainer.model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-            stats = trainer.backward(batches, objective)
+            stats = trainer.loss_of(batches, objective)
             hook.remove()
             forwards[recompute] = len(calls) / len(batches)
             out[name, recompute, budget] = whole(p.grad for p in trainer.model.parameters()), stats, len(batches)
@@ -207,7 +207,7 @@ def gradients(config: train.Config, records: list, budgets: list[int], models: l
 def two_updates(config: train.Config, records: list, budgets: list[int]) -> dict:
     """Two updates on one batch, with what each saw; then the weights."""
     trainer, seen = new_trainer(config, tokens_per_microbatch=budgets[1]), []
-    batches = len(trainer.packed(records))
+    batches = len(trainer.batches_of(records))
 
     def watched(logp_1T, old_1T, *rest):
         ratio = (logp_1T.detach() - old_1T)[rest[1]].exp()

@@ -184,7 +184,7 @@ def test_a_real_run_goes_through_and_faca_has_the_loss_and_gradient_that_trainin
 def test_gradients_add_up_as_equation_6_says_and_lambda_0_is_grpo(trainer):
     """At a ratio of 1 the gradient is linear in the advantage: g(.5) + g(-.5) = 2 g(0), 5 g(.1) = g(.5) + 4 g(0)."""
     records = [r for r in by_hand() if not r.void]
-    for batch in trainer.packed([dataclasses.replace(r, advantage=[0.0] * len(r.strategies)) for r in records]):
+    for batch in trainer.batches_of([dataclasses.replace(r, advantage=[0.0] * len(r.strategies)) for r in records]):
         place = 0
         logp_1T, _ = trainer.model.score(batch["tokens_1T"], batch["lengths"], batch["segment_1T"] >= 0, 1.0,
                                          trainer.banned)
@@ -225,7 +225,7 @@ def test_a_ratio_that_is_not_1_is_counted_and_clipped(trainer):
     up, down = record(0, 0, 1.0, ["confirm"]), record(0, 1, 1.0, ["confirm"])
     trainer.config = dataclasses.replace(trainer.config, tokens_per_microbatch=1)  # each alone
     for r, shift in ((up, 2.0), (down, 0.5)):
-        batch, = trainer.packed([dataclasses.replace(r, advantage=[0.0])])
+        batch, = trainer.batches_of([dataclasses.replace(r, advantage=[0.0])])
         logp_1T, _ = trainer.model.score(batch["tokens_1T"], batch["lengths"], batch["segment_1T"] >= 0, 1.0,
                                          trainer.banned)
         r.logprobs = (logp_1T[0] - torch.tensor(shift).log()).tolist()
