@@ -34,7 +34,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
-from extras.pages import ATTENTION, KERNEL_PAGE, PagePool, attend_gathered, attend_in_place, bucket, refuse_unknown
+from extras.pages import (ATTENTION, KERNEL_PAGE, Group, PagePool, attend_gathered, attend_in_place, bucket,
+                          refuse_unknown)
 
 ADMIT_TOKENS = 8192  # a step that feeds this many admits no more, which bounds the forward's activations
 GROUP_ROWS = 8  # attended together: few enough to be of like length, and to stay in a CPU's cache once gathered
@@ -137,6 +138,7 @@ class Sampler:
         self._banned = banned.to(self.device)
         self._pool = PagePool(-(-kv_tokens // self.page))
         self._pad = graphs and self.kernel
+        self._held = {}  # what was gathered for the rows that decoded in the last step, by pages and rows
         self._graphs = {}  # by batch size: (input, CUDA graph, output)
         self._shapes = [p.shape for p in model.parameters()]
         self._cache = self._new_cache()  # per layer (keys, values); None asleep
@@ -223,7 +225,7 @@ class Sampler:
             self._abort(RuntimeError("the sampler's task was cancelled"))
             raise
         finally:
-            self._task = None
+            self._task, self._held = None, {}
 
     def _abort(self, error):
         """Every caller gets the error; pages that the failed step may have half written are forgotten."""
@@ -335,7 +337,7 @@ class Sampler:
         if self.kernel:
             attend = partial(attend_in_place, starts=starts.int(), lengths=lengths.int(), table=table.int(), most=most)
         else:
-            attend = partial(attend_gathered, groups=self._groups(rows, positions, table))
+            attend = partial(attend_gathered, groups=self._groups(rows, positions, slots, table))
         paged = {"pages": self._cache, "slots": slots, "attend": attend}
         config, original = self.model.config, self.model.config._attn_implementation
         config._attn_implementation = ATTENTION  # for this forward only: others use the model and its config
@@ -347,18 +349,23 @@ class Sampler:
         tokens, logprobs = draw(output.logits[0], u, self._banned, self.temperature)
         return torch.stack((tokens.double(), logprobs.double()))
 
-    def _groups(self, rows, positions, table):
-        """attend_gathered's groups: a few rows of equal n each. positions [T], table [B, P]."""
-        groups, start, first = [], 0, 0
+    def _groups(self, rows, positions, slots, table):
+        """attend_gathered's groups. positions and slots [T], table [B, P]."""
+        groups, held, start, first = [], {}, 0, 0
         for n in sorted({row.new for row in rows}):
             same = [row for row in rows if row.new == n]
             for few in (same[i : i + GROUP_ROWS] for i in range(0, len(same), GROUP_ROWS)):
                 stop, last = start + len(few) * n, first + len(few)
-                P = -(-len(few[-1].ids) // self.page)  # the last is the longest
-                gathered = torch.arange(P * self.page, device=positions.device)
-                mask = gathered <= positions[start:stop].view(len(few), 1, n, 1)
-                groups.append((start, table[first:last, :P].flatten(), mask))
+                P, places, mask = -(-len(few[-1].ids) // self.page), positions[start:stop], None  # the last is longest
+                if any(row.cached for row in few):
+                    hidden = torch.arange(P * self.page, device=places.device) > places.view(len(few), 1, n, 1)
+                    mask = torch.zeros(hidden.shape, dtype=self.model.dtype, device=places.device)
+                    mask.masked_fill_(hidden, -math.inf)  # once a step: SDPA would turn bools into it in every layer
+                mine = self._held.get((P, *few), {})
+                groups.append(Group(start, n, table[first:last, :P], slots[start:stop], places, mask, mine))
+                held |= {(P, *few): mine} if n == 1 else {}
                 start, first = stop, last
+        self._held = held
         return groups
 
 

@@ -169,7 +169,7 @@ class Trainer:
     def begin(self, phase: str, weight_decay: float, run: Run) -> int:
         """A fresh optimizer for a phase, or that of the newest checkpoint; the step to begin at. Collective."""
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.99), weight_decay=weight_decay,
-                                           fused=self.device.type == "cuda")
+                                           fused=True)
         for p in self.model.parameters():  # else the first checkpoint would make them by a step, and count it as one
             count = torch.zeros((), device=self.device)
             self.optimizer.state[p] = {"step": count, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}

@@ -4,6 +4,7 @@ Axes as in sampler.py: B rows, n new tokens of a row, T packed tokens, P pages, 
 """
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -74,17 +75,41 @@ def paged_attention(module, query, key, value, attention_mask, pages, slots, att
     return attend(query[0].transpose(0, 1), *pages[module.layer_idx], scaling)[None], None
 
 
+@dataclass
+class Group:
+    """A few rows with equally many new tokens, attended together."""
+
+    start: int  # of its first token in T
+    n: int  # new tokens of each row
+    table: torch.Tensor  # [B, P] pages
+    slots: torch.Tensor  # [B * n] where in [pages * page] the new tokens are
+    places: torch.Tensor  # [B * n] where in L they are
+    mask: torch.Tensor | None  # [B, 1, n, L] added to the scores; None where nothing is cached, and causal will do
+    held: dict  # by layer (its keys' id): what was gathered, where the same rows decoded in the step before
+
+
 def attend_gathered(query, keys, values, scaling, groups):
     """query [T, heads, d], keys and values [pages, page, kv_heads, d] -> [T, heads, d]: the reference, on any device.
 
-    groups, for rows with equally many new tokens: (first token in T, page table [B * P], mask [B, 1, n, L]).
+    Where the same rows decode again, their new token alone is copied to what was gathered before.
     """
     outputs = []
-    for start, table, mask in groups:
-        B, _, n, L = mask.shape
-        q = query[start : start + B * n].unflatten(0, (B, n)).transpose(1, 2)  # [B, heads, n, d]
-        k, v = (kv.index_select(0, table).view(B, L, *kv.shape[2:]).transpose(1, 2) for kv in (keys, values))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling, enable_gqa=True)
+    for g in groups:
+        B = len(g.table)
+        q = query[g.start : g.start + B * g.n].unflatten(0, (B, g.n)).transpose(1, 2)  # [B, heads, n, d]
+        if id(keys) in g.held:
+            k, v = g.held[id(keys)]
+            for kv, pages in ((k, keys), (v, values)):
+                kv[torch.arange(B), :, g.places] = pages.flatten(0, 1).index_select(0, g.slots)
+        else:
+            k, v = (kv.index_select(0, g.table.flatten()).view(B, -1, *kv.shape[2:]).transpose(1, 2).contiguous()
+                    for kv in (keys, values))  # [B, kv_heads, L, d]
+            if g.n == 1:
+                g.held[id(keys)] = k, v
+        if g.mask is None:
+            k, v = k[:, :, : g.n], v[:, :, : g.n]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=g.mask, is_causal=g.mask is None, scale=scaling,
+                                             enable_gqa=True)
         outputs.append(out.transpose(1, 2).flatten(0, 1))  # [B * n, heads, d]
     return torch.cat(outputs)
 

@@ -266,7 +266,7 @@ def training_step(table, name, shape, device, load):
     shard(model, torch.bfloat16 if device == "cuda" else torch.float32)
     model.score = score.__get__(model)
     register_fsdp_forward_method(model, "score")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=device == "cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     lengths, banned = [load["prompt"], load["prompt"] - 7, load["prompt"] // 2], torch.tensor([0], device=device)
     tokens = torch.tensor([[t for n in lengths for t in context(n, shape["vocab_size"], n)]], device=device)
     mask = torch.rand(tokens.shape, device=device) < 0.3
