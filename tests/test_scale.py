@@ -335,10 +335,9 @@ def test_a_resume_with_another_config_is_one_line(straight, tmp_path, models):
     for argv, named in [
             (("--lr", "1"), "--lr 1.0 is not what"), (("--env", "mini:telecom"), "--env mini:telecom is not what"),
             (("--model", models["tied"]), f"--model {models['tied']} is not what"),
-            (("--prompts", "3"), "free: steps"), (("--out", tmp_path), "--out"), (("--steps", "-1"), "--steps")]:
+            (("--prompts", "3"), "free: steps"), (("--out", tmp_path / "b"), "--out"), (("--steps", "-1"), "--steps")]:
         assert named in refused(straight, *argv)
-    (tmp_path / "empty").mkdir()
-    for folder in (tmp_path / "empty", tmp_path / "nowhere"):
+    for folder in (tmp_path, tmp_path / "nowhere"):
         assert f"{folder} is no run folder" in refused(folder)
 
 
@@ -437,22 +436,13 @@ def test_a_full_disk_ends_the_run_with_one_line_and_the_checkpoints_before_it_ar
     assert_same_run(straight, folder)
 
 
-def test_a_damaged_checkpoint_is_one_line_that_says_what_to_do(straight, tmp_path):
-    folder = copy_until(straight, tmp_path / "run", "rl-000004")
-    (weights,) = (folder / "checkpoints" / "rl-000004" / "state").glob("*.distcp")
-    weights.write_bytes(weights.read_bytes()[:10**6])
-    done = trained(folder, "--resume", folder)
-    assert done.code == 2 and "rl-000004 can't be read" in done.err.splitlines()[-1], done.err
-
-
-@pytest.mark.parametrize("how, said", [
-    ("killed", "exitcode: -9|closed by peer|reset by peer"), ("raising", "the last words of rank 1")])
+@pytest.mark.parametrize("how, said", [("killed", "exitcode: -9|by peer"), ("raising", "the last words of rank 1")])
 def test_a_rank_that_dies_ends_the_run_with_its_own_error_shown(straight, tmp_path, how, said):
-    """Within the minute that finish() gives it."""
+    """Within the minute that finish() gives it. One that is killed is seen by torchrun or by the other rank, first."""
     folder = tmp_path / "run"
     argv = ["--model", straight / "sft", *SMALL, "--eval-trials", 0, "--steps", 2, "--out", folder]
     done = finish(*start(tmp_path, ranks_worker.under_torchrun, [*map(str, argv)], words(), how), seconds=60)
-    assert done.code == 9 and re.search(said, done.err), done.err  # of the killed one, or of the one it left alone
+    assert done.code == 9 and re.search(said, done.err), done.err
     assert not (folder / "model").exists()
 
 
