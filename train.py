@@ -181,14 +181,19 @@ class Trainer:
 
 
 def micro_batches(records: list[Rollout], budget: int) -> list[list[Rollout]]:
-    """Records by length, in batches of at most `budget` tokens (a longer one alone)."""
-    batches: list[list[Rollout]] = []
-    for record in sorted(records, key=lambda r: len(r.tokens), reverse=True):
-        if batches and sum(len(r.tokens) for r in [*batches[-1], record]) <= budget:
-            batches[-1].append(record)
-        else:
-            batches.append([record])
-    return batches
+    """Records in batches of about equally many tokens, which keeps memory low: `budget` at most (a longer one alone).
+
+    Longest first, each to the emptiest batch; packed rows have no padding, so lengths may mix.
+    """
+    records = sorted(records, key=lambda r: len(r.tokens), reverse=True)
+    count = min(-(-sum(len(r.tokens) for r in records) // budget), len(records))
+    while True:
+        batches: list[list[Rollout]] = [[] for _ in range(count)]
+        for record in records:
+            min(batches, key=lambda batch: sum(len(r.tokens) for r in batch)).append(record)
+        if all(len(batch) == 1 or sum(len(r.tokens) for r in batch) <= budget for batch in batches):
+            return batches
+        count += 1  # at the latest, each is alone in its own
 
 
 def shuffled(items: list, step: int, count: int, seed: int) -> list:

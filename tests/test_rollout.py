@@ -369,7 +369,9 @@ def test_tensors_and_summary_equal_those_by_hand_with_and_without_anything_in_th
     *tensors, lengths = R.packed([], 9)
     assert [x.tolist() for x in tensors] == [[[9]], [[-1]], [[0.0]], [[]]] and lengths == [1]
     records = [rollout(n, [None], [None], []) for n in (3, 9, 4, 2, 4, 2)]
-    assert [[len(r.tokens) for r in batch] for batch in micro_batches(records, 8)] == [[9], [4, 4], [3, 2, 2]]
+    assert [[len(r.tokens) for r in batch] for batch in micro_batches(records, 8)] == [[9], [4, 3], [4, 2, 2]]
+    assert [[len(r.tokens) for r in batch] for batch in micro_batches(records, 100)] == [[9, 4, 4, 3, 2, 2]]
+    assert len(micro_batches(records, 1)) == 6 and micro_batches([], 8) == []
 
 
 def test_rollouts_come_back_from_their_file_as_they_were(tmp_path):
