@@ -259,7 +259,7 @@ def main() -> None:
     try:
         options = parse(sys.argv[1:])
         options.function(options)
-    except (EnvError, PolicyError, EndpointError, SimulatorError) as error:
+    except (EnvError, PolicyError, EndpointError, SimulatorError, NotImplementedError) as error:
         fail(str(error))
 
 

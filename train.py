@@ -424,7 +424,7 @@ def main() -> None:
         else:
             ask_first(config)
             code = run_all(config)
-    except (UsageError, EnvError, PolicyError, DataError, RunStopped, SaveError) as error:
+    except (UsageError, EnvError, PolicyError, DataError, NotImplementedError, RunStopped, SaveError) as error:
         if os.environ.get("LOCAL_RANK", "0") == "0":  # of each machine: its files may be what is wrong
             print(f"train.py: {error}", file=sys.stderr)
         code = 1 if isinstance(error, RunStopped | SaveError) else 2

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from env import Task, load_tasks
+from extras.checkpoint import note_of
 from rollout import Caps, Rollout, play_groups
 from simulator import SimulatorError, endpoint_of
 
@@ -108,6 +109,9 @@ def ask_first(config) -> None:
             refusal = str(error)
     if refusal := all_gather(refusal)[0]:
         raise UsageError(refusal)
+    if dist.get_rank() == 0 and config.method != "sft" and config.model != "tiny" and not note_of(config.model):
+        print(f"warning: the paper's RL starts from an SFT checkpoint; nothing says that {config.model} is one",
+              file=sys.stderr)
 
 
 class Actors:

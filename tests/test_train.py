@@ -152,6 +152,26 @@ def test_prompts_of_an_epoch_are_all_tasks_once_and_the_next_epoch_is_in_another
     assert [t.id for t in train.shuffled(tasks, 0, 24, 1)] != stream[:24]
 
 
+def test_rl_from_a_model_that_nothing_calls_an_sft_checkpoint_is_warned_about(folder, tmp_path, capsys):
+    shutil.copytree(folder[0] / "sft", tmp_path / "bare")
+    (tmp_path / "bare" / "faca.json").unlink()
+    train.start_processes()
+    for model, warned in ((folder[0] / "sft", 0), (tmp_path / "bare", 1)):
+        train.ask_first(train.parse_config(["--model", str(model), "--env", "mini:retail", "--simulator", "scripted"]))
+        assert capsys.readouterr().err.count("SFT checkpoint") == warned
+    dist.destroy_process_group()
+
+
+def test_attention_that_is_not_supported_is_one_line(folder, tmp_path, monkeypatch, capsys):
+    shutil.copytree(folder[0] / "sft", tmp_path / "windowed")
+    path = tmp_path / "windowed" / "config.json"
+    options = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0,
+               "layer_types": ["sliding_attention"] * 2}
+    path.write_text(json.dumps(json.loads(path.read_text()) | options))
+    assert "sliding_window" in one_line([*SMALL, "--model", tmp_path / "windowed", "--out", tmp_path / "out"],
+                                        monkeypatch, capsys)
+
+
 # ----------------------------------------------------------------------------------------------------- a whole run
 
 
