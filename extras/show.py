@@ -10,12 +10,14 @@ import json
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import get_args, get_origin
 
 from rollout import Rollout, Stop
 
+TIMES = ("began", "ended")  # of a dialogue, in results
 GREY, GREEN, RED, BOLD, END = "\033[90m", "\033[32m", "\033[31m", "\033[1m", "\033[0m"
 
 
@@ -31,30 +33,41 @@ def fits(value, kind) -> bool:
     return isinstance(value, int | float if kind is float else kind)
 
 
-def load_rollouts(path: str | Path) -> list[Rollout]:
-    """Raises RolloutFileError for anything that save_rollouts did not write."""
+def read_rollouts(path: str | Path) -> Iterator[Rollout]:
+    """One after the other, so that a file of any size can be read. Raises RolloutFileError for what is no rollout."""
+    number = 0
     try:
-        lines = Path(path).read_text().splitlines()
+        with open(path, encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                yield parse_rollout(line)
     except (OSError, UnicodeDecodeError) as error:
         raise RolloutFileError(f"{path}: cannot be read as a rollout file ({error})") from None
-    records, kinds = [], {f.name: f.type for f in fields(Rollout)}
-    for number, line in enumerate(lines, 1):
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            raise RolloutFileError(f"{path}: line {number} is not JSON") from None
-        found = found if isinstance(found, dict) else {}
-        wrong = [name for name, kind in kinds.items() if not fits(found.get(name), kind)]
-        if wrong or len(found) > len(kinds):
-            raise RolloutFileError(f"{path}: line {number} is no rollout (wrong: {', '.join(wrong) or 'more fields'})")
-        record = Rollout(**found)
-        if not (len(record.tokens) == len(record.segment) == len(record.logprobs) and record.stop in list(Stop)
-                and len(record.reactions) == len(record.strategies) > max(record.segment, default=-1)):
-            raise RolloutFileError(f"{path}: line {number} is no rollout (lists of unlike length, or no known stop)")
-        records.append(record)
-    if not records:
+    except RolloutFileError as error:
+        raise RolloutFileError(f"{path}: line {number} is {error}") from None
+    if not number:
         raise RolloutFileError(f"{path}: holds no rollout")
-    return records
+
+
+def load_rollouts(path: str | Path) -> list[Rollout]:
+    """All of a file. Raises RolloutFileError for anything that save_rollouts did not write."""
+    return list(read_rollouts(path))
+
+
+def parse_rollout(line: str) -> Rollout:
+    """A line of a rollout file, or of results (which say beside it when the dialogue began and ended)."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        raise RolloutFileError("not JSON") from None
+    found = {name: v for name, v in found.items() if name not in TIMES} if isinstance(found, dict) else {}
+    wrong = [f.name for f in fields(Rollout) if not fits(found.get(f.name), f.type)]
+    if wrong or len(found) > len(fields(Rollout)):
+        raise RolloutFileError(f"no rollout (wrong: {', '.join(wrong) or 'more fields'})")
+    record = Rollout(**found)
+    if not (len(record.tokens) == len(record.segment) == len(record.logprobs) and record.stop in list(Stop)
+            and len(record.reactions) == len(record.strategies) > max(record.segment, default=-1)):
+        raise RolloutFileError("no rollout (lists of unlike length, or no known stop)")
+    return record
 
 
 def save_rollouts(path: Path, records: list[Rollout]) -> None:
