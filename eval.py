@@ -1,42 +1,61 @@
 """Evaluation: what a policy does on tasks, verified by the domain and counted strictly.
 
-    python eval.py run --model RUN/model --env mini:telecom,mini:retail   held-out tasks, a line for each domain
-    python eval.py curves RUN [RUN ...]                                   held-out pass@1 along training, arms compared
+    python eval.py run --model RUN/model --env mini:telecom,mini:retail --trials 4 --out DIR
+    python eval.py rescore DIR                 scores the saved dialogues again, by replay
+    python eval.py compare A B                 two results, task by task
+    python eval.py table 'faca/*' 'grpo/*'     arms and their seeds, beside the paper's tables
+    python eval.py report RUN [RUN ...]        a page to look at: curves, dialogues, results
+    python eval.py audit RUN                   whether the user's private labels can be trusted
+    python eval.py curves RUN [RUN ...]        held-out pass@1 along training, arms compared
 
-pass@1 is the share of dialogues with reward exactly 1 among all that were begun: an ending by a limit is a failure, and
-one that is void (its user or world failed, after retries) is counted as not passed and named as missing. Beside it
-stands the do-nothing rate, the pass@1 of an agent that never acts. A checkpoint of ours carries the ids of the tasks
-that it was trained on; tasks that it has not seen are also counted apart. On a benchmark its own limits hold.
+A dialogue is solved if its reward is exactly 1: any ending but one by user or agent is a failure, and one that is void
+(its user or world failed, after retries) is not solved and named as missing. Of n trials of a task c are solved:
+
+    pass@1 = c / n      pass^k = C(c, k) / C(n, k), all of k      pass@k = 1 - C(n-c, k) / C(n, k), any of k
+
+each a mean over tasks; `average` weighs domains equally. The interval is Wilson's, at 95 %, over dialogues: what it
+bounds is the figure of this model on these very tasks. Beside it stands the do-nothing rate, the pass@1 of an agent
+that never acts. A checkpoint of ours carries the ids of the tasks that it was trained on; the others are also counted
+apart, as unseen. On a benchmark its own limits hold.
 """
 
 import argparse
 import json
-import signal
-import statistics
+import math
+import os
 import sys
+import time
 from collections import Counter
-from pathlib import Path
+from math import comb
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-from env import EnvError, Task, load_tasks, make_env
-from extras.checkpoint import PolicyError, load_policy, note_of
-from extras.run import Config, add_flag, list_worlds, progress
-from extras.show import save_rollouts
+from env import EnvError, Task, make_env
+from extras.checkpoint import PolicyError
+from extras.paper import CELLS
+from extras.ranks import UsageError
+from extras.results import Results, ResultsError, complete, load_results, must_match
+from extras.run import Config, add_flag, list_worlds
+from extras.tables import FORMATS, curves, grid, seed_table
 from faca import REACTION
-from rollout import Caps, Chat, Rollout, Stop, play_groups
-from sampler import Sampler
-from simulator import EndpointError, SimulatorError, endpoint_of, extra_for
+from rollout import Chat, Rollout, Stop
+from simulator import EndpointError, extra_for
 
 LABELS = (*REACTION, "invalid")
 STREAM = (0, -2)  # (seed, step) of evaluation: every model meets the same users, and no training step has this key
+
+
+# ---------------------------------------------------------------------------------------------- figures of rollouts
 
 
 def figures(records: list[Rollout], tries: list[Rollout] = ()) -> dict[str, float]:
     """summary() of the records, pass@1 of each domain, and the share of each strategy among the user turns."""
     labels = Counter(z for r in records if not r.void for z in r.strategies if z is not None)
     return (summary(records, tries)
-            | {f"pass@1/{domain}": pass_at_1(rows) for domain, rows in by_domain(records).items()}
+            | {f"pass@1/{domain}": pass_at_1([r for r in records if r.domain == domain])
+               for domain in sorted({r.domain for r in records})}
             | {f"share/{label}": labels[label] / max(labels.total(), 1) for label in LABELS})
 
 
@@ -56,21 +75,13 @@ def summary(records: list[Rollout], tries: list[Rollout] = ()) -> dict[str, floa
             **{f"errors/{kind}": n for kind, n in sorted(errors.items())}}
 
 
+def solved(record: Rollout) -> bool:
+    return record.reward == 1.0 and not record.void
+
+
 def pass_at_1(records: list[Rollout]) -> float:
-    """Share with reward exactly 1 among all, the void ones in the denominator; NaN for none."""
-    return sum(r.reward == 1.0 and not r.void for r in records) / len(records) if records else float("nan")
-
-
-def by_domain(records: list[Rollout]) -> dict[str, list[Rollout]]:
-    return {domain: [r for r in records if r.domain == domain] for domain in sorted({r.domain for r in records})}
-
-
-def do_nothing_rate(tasks: list[Task]) -> float:
-    """pass@1 of an agent that says and does nothing, were the user to end the dialogue: the reward's floor.
-
-    What only a judge could grant is not granted.
-    """
-    return sum(make_env(task).reward([], held=False) for task in tasks) / len(tasks)
+    """Share of the solved among all, the void ones in the denominator; NaN for none."""
+    return sum(map(solved, records)) / len(records) if records else math.nan
 
 
 def longest_prompt(tasks: list[Task], chat: Chat) -> int:
@@ -92,175 +103,266 @@ def table(columns: dict[str, dict[str, float]]) -> str:
     return "\n".join(lines)
 
 
-# -------------------------------------------------------------------------------------------------------------- run
+# ----------------------------------------------------------------------------------------------- figures of results
 
 
-def run(options: argparse.Namespace) -> None:
-    tasks = load_tasks(options.env, "test")
-    endpoint = endpoint_of(options, {task.domain for task in tasks})
-    if endpoint:
-        endpoint.check()
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    tokenizer, model = load_policy(options.model, 0, torch.device(device), dtype)
-    note, chat = note_of(options.model), Chat(tokenizer)
-    given = {"context": options.max_context, "message_tokens": options.max_message_tokens}
-    caps = Caps(**note.get("caps", {}) | {name: value for name, value in given.items() if value} | {"official": True})
-    longest = longest_prompt(tasks, chat)
-    if caps.context < longest + caps.message_tokens:
-        fail(f"--max-context {caps.context} has no room for a message of {caps.message_tokens} tokens after a prompt "
-             f"of {longest}")
-    temperature = 0.0 if options.greedy else note.get("temperature", 1.0)
-    sampler = Sampler(model, chat.end_ids, chat.banned_ids(model.config.vocab_size), temperature,
-                      kv_tokens=max(2**16, 2 * caps.context))
-    print(f"model={options.model} user={options.simulator} temperature={temperature}"
-          + ("" if note else " (caps are the paper's: no faca.json)"))
-    for domain, task in {task.domain: task for task in tasks}.items():
-        print(f"on {domain}: {caps.within(make_env(task).limits)}")
-    finished: list[Rollout] = []
-    tries: list[Rollout] = []
-    refusal, told = "", []
-    for number in (signal.SIGINT, signal.SIGTERM):  # the second time it ends at once
-        signal.signal(number, lambda number, _: (told.append(number), signal.signal(number, signal.SIG_DFL)))
-    with progress(range(len(tasks) * options.trials), "dialogues") as bar:
-        def halt() -> bool:
-            bar.set_postfix_str(endpoint.status() if endpoint else "", refresh=False)
-            bar.update(0)
-            return bool(told)
-
-        try:
-            _, tries = play_groups(
-                list(enumerate(tasks)), options.trials, (options.seed, STREAM[1]), sampler, chat, caps,
-                options.void_retries, lambda record: (finished.append(record), bar.update()), halt, endpoint)
-        except SimulatorError as error:
-            refusal = str(error)
-    finished.sort(key=lambda record: (record.group, record.k))
-    if options.out and finished:
-        save_rollouts(Path(options.out), finished)
-    if refusal or told:
-        every = len(tasks) * options.trials
-        print(f"eval.py: {refusal or 'stopped'}; {len(finished)} of {every} dialogues were complete"
-              + (f" and are in {options.out}" if options.out and finished else ""), file=sys.stderr)
-        sys.exit(1 if refusal else 128 + told[0])
-    seen, identity = set(note.get("trained_on", ())), {task.id: task.identity for task in tasks}
-    print(f"{'':24}{'tasks':>7}{'trials':>7}{'pass@1':>8}{'unseen':>8}{'do-nothing':>12}{'missing':>9}")
-    unseen = [r for r in finished if identity[r.task] not in seen]
-    for domain, rows in by_domain(finished).items():
-        mine = [task for task in tasks if task.domain == domain]
-        new = pass_at_1([r for r in unseen if r.domain == domain])
-        print(f"{domain:24}{len(mine):7}{options.trials:7}{pass_at_1(rows):8.3f}{new:8.3f}"
-              f"{do_nothing_rate(mine):12.3f}{sum(r.void for r in rows):9}")
-    columns = {"all": finished} | ({"unseen": unseen} if 0 < len(unseen) < len(finished) else {})
-    print("\n" + table({name: figures(rows) for name, rows in columns.items()}))
-    if tries:
-        print(f"\n{len(tries)} void dialogues were played again: "
-              + ", ".join(f"{stop} {n}" for stop, n in Counter(str(r.stop) for r in tries).items()))
-    if endpoint:
-        print("\nuser: " + ", ".join(sorted(set(endpoint.answered.values()))) + "; "
-              + ", ".join(f"{name} {value:,}" for name, value in endpoint.take().items()))
+def wilson(count: int, of: int, z: float = 1.959964) -> tuple[float, float]:
+    """Wilson's score interval of a share, at 95 %."""
+    if not of:
+        return math.nan, math.nan
+    centre, spread = count / of + z * z / (2 * of), z * math.sqrt(count * (of - count) / of**3 + z * z / (4 * of * of))
+    return max(0.0, (centre - spread) / (1 + z * z / of)), min(1.0, (centre + spread) / (1 + z * z / of))
 
 
-# ----------------------------------------------------------------------------------------------------------- curves
+def mcnemar(a_only: int, b_only: int) -> float:
+    """Exact two-sided p: were A and B alike, each of the discordant pairs would be either's with probability 1/2."""
+    n = a_only + b_only
+    return min(1.0, 2 * sum(comb(n, i) for i in range(min(a_only, b_only) + 1)) / 2**n)
 
 
-def curves(options: argparse.Namespace) -> None:
-    """A line for each run, its pass@1 (mean over domains) at each evaluation and over the curve; then gains by seed."""
-    found = {folder: read_curve(Path(folder)) for folder in options.runs}
-    names = list(dict.fromkeys(name for _, curve in found.values() for name in curve))
-    print(f"{'run':24}" + "".join(f"{name.removeprefix('RL '):>10}" for name in names) + f"{'mean':>8}")
-    arms: dict[str, dict[int, tuple[float, float]]] = {}
-    for folder, (config, curve) in found.items():
-        values = [curve.get(name, float("nan")) for name in names]
-        mean = statistics.fmean(list(curve.values())[1:] or curve.values())  # the first is where all runs start
-        if set(curve) == set(names):  # a run that is not finished is shown, and compared with none
-            arms.setdefault(arm_of(config), {})[config["seed"]] = values[-1], mean
-        print(f"{folder[-24:]:24}" + "".join(f"{value:10.3f}" for value in values) + f"{mean:8.3f}")
-    base, *others = sorted(arms, key=lambda arm: arm != "grpo") or [""]
-    for arm in others:
-        seeds = sorted(set(arms[arm]) & set(arms[base]))
-        for i, what in enumerate(("at the end", "mean over the curve")):
-            gains = [arms[arm][seed][i] - arms[base][seed][i] for seed in seeds]
-            if len(gains) > 1:
-                each = ", ".join(f"{seed}: {gain:+.3f}" for seed, gain in zip(seeds, gains, strict=True))
-                print(f"{arm} - {base}, {what}: {statistics.fmean(gains):+.3f}, "
-                      f"sample std {statistics.stdev(gains):.3f}  (seed {each})")
+def score(results: Results) -> dict[str, float]:
+    """The figures of all tasks of complete results; what they mean stands at the top of this file."""
+    tasks, trials = results.run["tasks"], results.run["trials"]
+    count = Counter(r.task for r in results.records if solved(r))
+    total, n = count.total(), len(tasks) * trials
+    low, high = wilson(total, n)
+    return {"tasks": len(tasks), "dialogues": n, "solved": total, "pass@1": total / n if n else math.nan,
+            "low": low, "high": high, "missing": n - sum(not r.void for r in results.records),
+            "do-nothing": sum(t["nothing"] for t in tasks.values()) / max(len(tasks), 1),
+            **{f"pass^{k}": sum(comb(count[i], k) for i in tasks) / comb(trials, k) / max(len(tasks), 1)
+               for k in range(2, trials + 1)},
+            **{f"pass@{k}": 1 - sum(comb(trials - count[i], k) for i in tasks) / comb(trials, k) / max(len(tasks), 1)
+               for k in range(2, trials + 1)}}
 
 
-def read_curve(folder: Path) -> tuple[dict, dict[str, float]]:
-    """A run's options, and its mean pass@1 over domains at each evaluation."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        curve = {row["at"]: statistics.fmean(value for key, value in row.items() if key.startswith("pass@1/"))
-                 for row in rows if row["phase"] == "held_out"}
-        arm_of(config), config["seed"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        fail(f"{folder} is no run folder of train.py ({type(error).__name__}: {error})")
-    return config, curve or fail(f"{folder} has no evaluation in its metrics.jsonl")
+def parts(results: Results) -> dict[tuple[str, str], Results]:
+    """By domain, and within it by what its tasks are sorted by, where that parts them: (domain, stratum or "")."""
+    found = {}
+    for domain in dict.fromkeys(t["domain"] for t in results.run["tasks"].values()):
+        found[domain, ""] = mine = results.among(domain=domain)
+        within = {s: mine.among(stratum=s) for t in mine.run["tasks"].values() for s in t["strata"]}
+        for stratum in sorted(within, key=lambda s: (s[0].isdigit(), len(s), s)):  # families, then 2 issues, 10 issues
+            if len(within[stratum].run["tasks"]) < len(mine.run["tasks"]):
+                found[domain, stratum] = within[stratum]
+    return found
 
 
-def arm_of(config: dict) -> str:
-    """What tells one arm from another: method, lambda where it is not the default, control."""
-    lam = "" if config["lam"] == (0.0 if config["method"] == "grpo" else 0.5) else f" lam {config['lam']}"
-    return config["method"] + lam + ("" if config["control"] == "none" else f" {config['control']}")
+# ------------------------------------------------------------------------------------------------------------ tables
 
 
-# ------------------------------------------------------------------------------------------------------------- main
+def show(results: Results) -> str:
+    """Everything that is said of one evaluation: its figures, why dialogues failed, labels and endings."""
+    run, unseen = results.run, results.among(unseen=True)
+    tasks, new = len(run["tasks"]), len(unseen.run["tasks"])
+    users = ", ".join(sorted({r.user for r in results.records} - {""}))
+    lines = [f"{run['model']} with {users or 'nobody'} as user, temperature {run['temperature']:g}"
+             + ", thinking" * run["thinking"] + f"; {results.folder}"]
+    scopes = {"": results} | ({" unseen": unseen} if 0 < new < tasks else {})
+    for title, some in scopes.items():
+        lines += ["", score_table(some, f"all {tasks} tasks" if not title else f"the {new} unseen tasks")]
+    if title == "":
+        lines.append("no task was trained on" if new == tasks else "every task was trained on")
+    failed = {title: [r for r in some.records if not r.solved] for title, some in scopes.items()}
+    names = [name for name, _ in Counter(r.reason for r in failed[""]).most_common()]
+    lines += ["", grid([["why not solved", *(f"dialogues{title}" for title in scopes), "share of failures"],
+                        *([name, *(str(sum(r.reason == name for r in rows)) for rows in failed.values()),
+                           f"{sum(r.reason == name for r in failed['']) / len(failed['']):.1%}"] for name in names)])]
+    reached = sum("authority" in r.errors for r in failed[""])
+    lines += [f"in {reached} of these the agent called a tool that is the user's (authority errors)", "",
+              table({f"all{title}" if not title else title.strip(): figures(some.records, some.tries)
+                     for title, some in scopes.items()})]
+    if results.tries:
+        lines += ["", f"{len(results.tries)} void dialogues were played again: " + ", ".join(
+            f"{stop} {n}" for stop, n in Counter(r.stop for r in results.tries).items())]
+    return "\n".join(lines)
+
+
+def score_table(results: Results, heading: str) -> str:
+    """A line for each of parts(), and the mean over domains; with several trials all of pass^k and pass@k."""
+    scores = {of: score(part) for of, part in parts(results).items()}
+    ks = range(2, results.run["trials"] + 1)
+    columns = {"pass@1": "{:.3f}", "do-nothing": "{:.3f}"} | {f"pass{sign}{k}": "{:.3f}" for sign in "^@" for k in ks}
+    counts = ("tasks", "dialogues", "missing")
+    head = [heading, *counts, "pass@1", "95 %", *list(columns)[1:]]
+    rows = [[f"  {stratum}" if stratum else domain, *(str(s[name]) for name in counts), f"{s['pass@1']:.3f}",
+             f"{s['low']:.3f}-{s['high']:.3f}", *(columns[name].format(s[name]) for name in list(columns)[1:])]
+            for (domain, stratum), s in scores.items()]
+    domains = [s for (_, stratum), s in scores.items() if not stratum]
+    if len(domains) > 1:
+        mean = {name: sum(s[name] for s in domains) / len(domains) for name in columns}
+        rows.append(["average", *(str(sum(s[name] for s in domains)) for name in counts),
+                     f"{mean['pass@1']:.3f}", "", *(columns[name].format(mean[name]) for name in list(columns)[1:])])
+    return grid([head, *rows])
+
+
+# ----------------------------------------------------------------------------------------------------------- compare
+
+
+def compare(a: Results, b: Results, seed: int = 0, anyway: bool = False) -> str:
+    """Pairs dialogues by task and trial: cells, McNemar's exact p, A - B with its interval, and why B lost A's wins.
+
+    Trials of one task are not independent, so p is exact for one trial and too small for more; the interval holds for
+    any number: it is from 10,000 bootstrap samples of whole tasks (percentiles 2.5 and 97.5).
+    """
+    unlike = must_match(a, b, anyway)
+    won = [{(r.task, r.k): r for r in results.records} for results in (a, b)]
+    pairs = {place: (won[0][place].solved, won[1][place].solved) for place in won[0] if place in won[1]}
+    if not pairs:
+        raise ResultsError(f"{a.folder} and {b.folder} have no task in common")
+    rows = [["", "tasks", "pairs", "both", "A only", "B only", "neither", "A", "B", "A - B", "95 %", "McNemar p"]]
+    groups = parts(a) | ({("all", ""): a} if len(a.run["limits"]) > 1 else {})
+    for (domain, stratum), part in groups.items():
+        some = {place: pair for place, pair in pairs.items() if place[0] in part.run["tasks"]}
+        if some:
+            cell = Counter(some.values())
+            both, a_only, b_only = cell[True, True], cell[True, False], cell[False, True]
+            low, high = bootstrap(some, seed)
+            n = len(some)
+            counts = (len({task for task, _ in some}), n, both, a_only, b_only, cell[False, False])
+            rows.append([f"  {stratum}" if stratum else domain, *map(str, counts),
+                         f"{(both + a_only) / n:.3f}", f"{(both + b_only) / n:.3f}", f"{(a_only - b_only) / n:+.3f}",
+                         f"{low:+.3f} to {high:+.3f}", f"{mcnemar(a_only, b_only):.2g}"])
+    lines = [f"A: {a.folder} ({a.run['model']})", f"B: {b.folder} ({b.run['model']})",
+             *(f"differs: {line}" for line in unlike), "", grid(rows)]
+    for x, y, mine, other in (("A", "B", 0, 1), ("B", "A", 1, 0)):
+        lost = Counter(won[other][place].reason for place, pair in pairs.items() if pair[mine] and not pair[other])
+        lines += ["", f"why {y} failed where {x} alone won ({lost.total()}): "
+                  + (", ".join(f"{reason} {n}" for reason, n in lost.most_common()) or "nowhere")]
+    missing = [sum(r.void for r in results.records) for results in (a, b)]
+    lines += [f"missing: A {missing[0]}, B {missing[1]}; they count as not solved"] * any(missing)
+    for domain in set(CELLS) & set(a.run["limits"]):
+        (both, faca, grpo, neither), budget = CELLS[domain]
+        lines.append(f"paper, {domain}, 14B s1, FACA against outcome only: both {both}, FACA only {faca}, other only "
+                     f"{grpo}, neither {neither}; of the {faca}, {budget} by error budget, the rest without closure")
+    return "\n".join(lines)
+
+
+def bootstrap(pairs: dict[tuple[str, int], tuple[bool, bool]], seed: int, samples: int = 10000) -> tuple[float, float]:
+    """95 % interval of the mean of A - B over dialogues, from samples of tasks with replacement."""
+    of_task: dict[str, list[int]] = {}
+    for (task, _), (one, other) in pairs.items():
+        of_task.setdefault(task, []).append(one - other)
+    sums = np.array([sum(each) for each in of_task.values()])
+    counts = np.array([len(each) for each in of_task.values()])
+    drawn = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), samples)
+    low, high = np.percentile(drawn @ sums / (drawn @ counts), (2.5, 97.5))
+    return float(low), float(high)
+
+
+# ------------------------------------------------------------------------------------------------------ command line
+
+
+def run_command(options: argparse.Namespace) -> int:
+    from extras.playing import run
+    return run(options)
+
+
+def rescore_command(options: argparse.Namespace) -> int:
+    from extras.replay import rescored
+    worst = 0
+    for folder in options.results:
+        counts, lines = rescored(load_results(folder))
+        print("\n".join([*lines, f"{folder}: " + ", ".join(f"{n} {kind}" for kind, n in counts.items())]))
+        worst |= counts["differing"] > 0
+    return int(worst)
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog="eval.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.error = lambda message: fail(message)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{run,curves}")
-    command = commands.add_parser("curves", help="held-out pass@1 along training, arms compared by seed")
-    command.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py")
-    command.set_defaults(function=curves)
-    command.error = parser.error
-    command = commands.add_parser("run", help="dialogues of a model on tasks, and its pass@1")
-    command.set_defaults(function=run)
-    command.error = parser.error
-    command.add_argument("--model", help="a run's model/ (or sft/), or a Hugging Face folder or id")
-    command.add_argument("--env", default="mini:telecom",
-                         help="DOMAIN[/SPLIT], several with commas [%(default)s]; where no split is named, the "
-                              "official base set, else test; mini:, tau:, tau2: or tau3: alone lists them")
+    commands = parser.add_subparsers(dest="command", required=True,
+                                     metavar="{run,show,rescore,compare,table,report,audit,curves}")
+
+    def command(name: str, function, help: str):
+        found = commands.add_parser(name, help=help, description=help)
+        found.set_defaults(function=function)
+        found.error = parser.error
+        return found
+
+    one = command("run", run_command, "dialogues of a model on tasks, and its figures; goes on in --out where it was")
+    one.add_argument("--model", help="a run's model/ (or sft/), or a Hugging Face folder or id")
+    one.add_argument("--env", default="mini:telecom",
+                     help="DOMAIN[/SPLIT], several with commas [%(default)s]; where no split is named, the official "
+                          "base set, else test; mini:, tau:, tau2: or tau3: alone lists them")
     for name in ("simulator", "simulator_url", "simulator_extra", "simulator_timeout", "concurrency", "judge",
                  "void_retries"):  # as in training
         default = Config.__dataclass_fields__[name].metadata["tiny"]
-        add_flag(command, name, default, default)
-    command.add_argument("--max-context", type=int, help="tokens a dialogue (as trained, else 32768)")
-    command.add_argument("--max-message-tokens", type=int, help="tokens an agent message (as trained, else 1024)")
-    command.add_argument("--trials", type=int, default=1, help="dialogues a task [%(default)s]")
-    command.add_argument("--seed", type=int, default=STREAM[0], help="of users and sampling [%(default)s]")
-    command.add_argument("--greedy", action="store_true", help="the likeliest token, not a sampled one")
-    command.add_argument("--out", help="a new file for the dialogues (JSONL; python rollout.py shows it)")
+        add_flag(one, name, default, default)
+    add_flag(one, "kv_gib", None, "as trained, else 16")
+    one.add_argument("--max-context", type=int, help="tokens a dialogue [as trained, else 32768]")
+    one.add_argument("--max-message-tokens", type=int, help="tokens an agent message [as trained, else 1024]")
+    one.add_argument("--trials", type=int, default=1, help="dialogues a task [%(default)s]")
+    one.add_argument("--seed", type=int, default=STREAM[0], help="of users and sampling [%(default)s]")
+    one.add_argument("--greedy", action="store_true", help="the likeliest token, not a sampled one")
+    one.add_argument("--temperature", type=float, help="of sampling [as trained, else 1]")
+    one.add_argument("--thinking", action="store_true", help="let the model think before it speaks")
+    one.add_argument("--out", default=f"runs/{time.strftime('%Y%m%d-%H%M%S')}-eval",
+                     help="folder of results, a new one, or one to go on in [runs/DATE-eval]")
+    one = command("show", lambda o: print(show(complete(o.results))), "what `run` prints of its results, once more")
+    one.add_argument("results", metavar="DIR", help="a folder of `eval.py run --out`")
+    one = command("rescore", rescore_command, "scores saved dialogues again, by replay; exit code 1 if one differs")
+    one.add_argument("results", nargs="+", metavar="DIR", help="folders of `eval.py run --out`")
+    one = command("compare", lambda o: print(compare(complete(o.a), complete(o.b), o.seed, o.anyway)),
+                  "two results, task by task")
+    one.add_argument("a", metavar="A", help="a folder of `eval.py run --out`")
+    one.add_argument("b", metavar="B", help="another")
+    one.add_argument("--seed", type=int, default=0, help="of the bootstrap [%(default)s]")
+    one.add_argument("--anyway", action="store_true", help="pair what is in both, though tasks, users or caps differ")
+    one = command("table", lambda o: print(seed_table(o.arms, o.format, o.paper, o.unseen, o.anyway)),
+                  "arms and their seeds, domains in columns, beside the paper's tables")
+    one.add_argument("arms", nargs="+", metavar="'ARM/*'", help="a pattern, in quotes: its folders are an arm's seeds")
+    one.add_argument("--format", choices=FORMATS, default="text", help="[%(default)s]")
+    one.add_argument("--paper", type=int, choices=(2, 4), default=2, help="which of the paper's tables [%(default)s]")
+    one.add_argument("--unseen", action="store_true", help="tasks alone that no model was trained on")
+    one.add_argument("--anyway", action="store_true", help="though tasks, users or caps differ")
+    one = command("curves", lambda o: print(curves(o.runs)), "held-out pass@1 along training, arms compared by seed")
+    one.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py")
     options = parser.parse_args(argv)
-    if options.command != "run":
-        return options
+    if options.command == "run":
+        check(options)
+    return options
+
+
+def check(options: argparse.Namespace) -> None:
+    """Ends the program, with one line, for values that can be known to be wrong."""
     list_worlds(options.env)
     if not options.model:
         fail("--model is missing: a run's model/ (or sft/), or a Hugging Face folder or id")
     least = {"trials": 1, "concurrency": 1, "simulator_timeout": 1, "void_retries": 0, "max_context": 1,
-             "max_message_tokens": 1}
+             "max_message_tokens": 1, "temperature": 1e-3, "kv_gib": 1e-3, "seed": 0}
     for name, low in least.items():
         if (value := getattr(options, name)) is not None and not low <= value < 2**31:
-            fail(f"--{name.replace('_', '-')} must be at least {low}, is {value}")
+            fail(f"--{name.replace('_', '-')} must be at least {low:g} and below 2^31, is {value}")
+    if options.greedy and options.temperature:
+        fail("--greedy is temperature 0: give one of the two")
     options.simulator_extra = options.simulator_extra or extra_for(options.simulator)
-    if options.out and (Path(options.out).exists() or not Path(options.out).parent.is_dir()):
-        fail(f"--out {options.out} exists already, or its folder does not; name a new file")
-    return options
 
 
 def fail(message: str) -> None:
-    print(f"eval.py: {message}", file=sys.stderr)
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"eval.py: {message}", file=sys.stderr)
     sys.exit(2)
 
 
 def main() -> None:
     torch.set_num_threads(1)
+    code = None
     try:
         options = parse(sys.argv[1:])
-        options.function(options)
-    except (EnvError, PolicyError, EndpointError, SimulatorError, NotImplementedError) as error:
+        code = options.function(options)
+    except (EnvError, PolicyError, EndpointError, ResultsError, UsageError, NotImplementedError) as error:
         fail(str(error))
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        print(f"eval.py: {error}", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)  # the other ranks may be waiting for this one
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    sys.exit(code)
 
 
 if __name__ == "__main__":

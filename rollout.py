@@ -365,26 +365,30 @@ def stream_seed(*parts: int) -> int:
 
 
 def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, int], sampler, chat: Chat, caps: Caps,
-                void_retries: int = 2, done: Callable[[Rollout], None] | None = None,
-                halt: Callable[[], bool] = lambda: False,
-                endpoint: Endpoint | None = None) -> tuple[list[Rollout], list[Rollout]]:
-    """K rollouts of each (group, task), all under way at once: in the order of group and k, and the void tries.
+                void_retries: int = 2, done: Callable[[Rollout, bool], None] = lambda record, last: None,
+                halt: Callable[[], bool] = lambda: False, endpoint: Endpoint | None = None, at_once: int = 10**9,
+                first: Callable[[int, int], int | None] = lambda group, k: 0) -> tuple[list[Rollout], list[Rollout]]:
+    """K rollouts of each (group, task), at_once of them under way: in the order of group and k, and the void tries.
 
     key: (seed, step). A void rollout is tried again with a stream of its own, and kept as void after void_retries.
-    Once halt() is true, or one has raised SimulatorError, all are given up; done(rollout) has had the complete ones.
+    done(rollout, last) hears of each when it ends; last: it is not tried again. Once halt() is true, or one has raised
+    SimulatorError, all are given up. first(group, k): the number of the first try, or None to leave the rollout out.
     """
     tries: list[Rollout] = []
+    slots = asyncio.Semaphore(at_once)
 
-    async def one(group: int, task: Task, k: int) -> Rollout:
-        for attempt in range(void_retries + 1):
-            seed = stream_seed(*key, group, k, attempt)
-            record = await Dialogue(task, group, k, seed, sampler, chat, caps, endpoint).play()
-            if not record.void or attempt == void_retries:
-                break
-            tries.append(record)
-        if done:
-            done(record)
-        return record
+    async def one(group: int, task: Task, k: int) -> Rollout | None:
+        async with slots:
+            if (begin := first(group, k)) is None:
+                return None
+            for attempt in range(begin, begin + void_retries + 1):
+                seed = stream_seed(*key, group, k, attempt)
+                record = await Dialogue(task, group, k, seed, sampler, chat, caps, endpoint).play()
+                last = not record.void or attempt == begin + void_retries
+                done(record, last)
+                if last:
+                    return record
+                tries.append(record)
 
     async def everyone() -> list[Rollout]:
         async with endpoint or nullcontext():
@@ -398,7 +402,7 @@ def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, i
             await asyncio.gather(*waiting, return_exceptions=True)
             if failed:
                 raise failed
-            return [] if waiting else [task.result() for task in work]
+            return [] if waiting else [record for task in work if (record := task.result())]
 
     return asyncio.run(everyone()), tries
 

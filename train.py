@@ -227,7 +227,7 @@ def expert_dialogues(trainer: Trainer, run: Run) -> list[Rollout]:
     with run.bar(range(len(tasks) * config.sft_dialogues), "expert") as bar:
         dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, EXPERT),
                                    ExpertSampler(trainer.chat), trainer.chat, trainer.actors.caps,
-                                   done=lambda record: bar.update(), halt=lambda: run.signalled)
+                                   done=lambda record, last: bar.update(last), halt=lambda: run.signalled)
     trainer.trained_on |= {task.identity for task in tasks}
     for record in dialogues:
         record.advantage = [0.0] * len(record.strategies)

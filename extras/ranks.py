@@ -98,17 +98,24 @@ def light(records: list[Rollout]) -> list[Rollout]:
     return [dataclasses.replace(r, tokens=[], segment=[], logprobs=[], messages=[], private=[]) for r in records]
 
 
+def on_first(act: Callable):
+    """What act() gives on rank 0, on all ranks; what it refuses (a ValueError, a SimulatorError), all refuse alike."""
+    value = refusal = None
+    if dist.get_rank() == 0:
+        try:
+            value = act()
+        except (ValueError, SimulatorError) as error:
+            refusal = str(error)
+    value, refusal = all_gather((value, refusal))[0]
+    if refusal is not None:
+        raise UsageError(refusal)
+    return value
+
+
 def ask_first(config) -> None:
     """One small request to the user's endpoint before any model is loaded. Collective; raises UsageError."""
-    refusal = ""
-    endpoint = endpoint_of(config, set()) if config.plays and dist.get_rank() == 0 else None
-    if endpoint:
-        try:
-            endpoint.check()
-        except SimulatorError as error:
-            refusal = str(error)
-    if refusal := all_gather(refusal)[0]:
-        raise UsageError(refusal)
+    if config.plays and (endpoint := endpoint_of(config, set())):
+        on_first(endpoint.check)
     if dist.get_rank() == 0 and config.method != "sft" and config.model != "tiny" and not note_of(config.model):
         print(f"warning: the paper's RL starts from an SFT checkpoint; nothing says that {config.model} is one",
               file=sys.stderr)
@@ -142,8 +149,8 @@ class Actors:
             try:
                 records, tries = play_groups(
                     groups, rollouts, key, self.sampler, self.chat, dataclasses.replace(self.caps, official=official),
-                    self.config.void_retries, lambda record: (complete.append(record), bar.update()), halt,
-                    self.endpoint)
+                    self.config.void_retries, lambda record, last: last and (complete.append(record), bar.update()),
+                    halt, self.endpoint)
             except SimulatorError as error:
                 refusal = str(error)
                 flag.touch()  # the other ranks give up too, and need not wait for users who may take long

@@ -293,6 +293,16 @@ def rows_before(note: dict | None, metrics: Path, config: Config) -> list[dict]:
     return rows + list(itertools.takewhile(evaluated, every[note["rows"]:] if note else []))
 
 
+def lock(folder: Path):
+    """The folder is this process's as long as the file lives that comes back; OSError where it is another's."""
+    file = (folder / "lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dropped with the process, however it ends
+    except BlockingIOError:
+        raise OSError("another process is at work in it") from None
+    return file
+
+
 class Run:
     """The folder that training writes and evaluation reads (config.json, metrics.jsonl, rollouts/), and how it ends.
 
@@ -331,11 +341,7 @@ class Run:
     def open(self, config) -> dict | None:
         """On rank 0: the lock, the options, and where the run resumes, its metrics cut back to the checkpoint's."""
         (self.path / "rollouts").mkdir(parents=True, exist_ok=True)
-        self.lock = (self.path / "lock").open("w")
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # dropped with the process, however it ends
-        except BlockingIOError:
-            raise OSError("another process is at work in it") from None
+        self.lock = lock(self.path)
         note, options = None, json.dumps(asdict(config), indent=1) + "\n"
         if config.resume:
             note = newest_note(self.path)

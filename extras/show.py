@@ -17,7 +17,7 @@ from typing import get_args, get_origin
 
 from rollout import Rollout, Stop
 
-TIMES = ("began", "ended")  # of a dialogue, in results
+OF_RESULTS = ("began", "ended", "user", "reason")  # what extras/results.py adds to a rollout
 GREY, GREEN, RED, BOLD, END = "\033[90m", "\033[32m", "\033[31m", "\033[1m", "\033[0m"
 
 
@@ -53,17 +53,19 @@ def load_rollouts(path: str | Path) -> list[Rollout]:
     return list(read_rollouts(path))
 
 
-def parse_rollout(line: str) -> Rollout:
-    """A line of a rollout file, or of results (which say beside it when the dialogue began and ended)."""
+def parse_rollout(line: str | bytes, kind: type = Rollout) -> Rollout:
+    """A line of a rollout file, or of results, which are a kind with more fields and can be read as either."""
     try:
         found = json.loads(line)
     except (ValueError, RecursionError):
         raise RolloutFileError("not JSON") from None
-    found = {name: v for name, v in found.items() if name not in TIMES} if isinstance(found, dict) else {}
-    wrong = [f.name for f in fields(Rollout) if not fits(found.get(f.name), f.type)]
-    if wrong or len(found) > len(fields(Rollout)):
-        raise RolloutFileError(f"no rollout (wrong: {', '.join(wrong) or 'more fields'})")
-    record = Rollout(**found)
+    found = found if isinstance(found, dict) else {}
+    if kind is Rollout:
+        found = {name: value for name, value in found.items() if name not in OF_RESULTS}
+    wrong = [f.name for f in fields(kind) if not fits(found.get(f.name), f.type)]
+    if wrong or len(found) > len(fields(kind)):
+        raise RolloutFileError(f"no {kind.__name__.lower()} (wrong: {', '.join(wrong) or 'more fields'})")
+    record = kind(**found)
     if not (len(record.tokens) == len(record.segment) == len(record.logprobs) and record.stop in list(Stop)
             and len(record.reactions) == len(record.strategies) > max(record.segment, default=-1)):
         raise RolloutFileError("no rollout (lists of unlike length, or no known stop)")

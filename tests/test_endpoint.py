@@ -26,6 +26,7 @@ from env import Call, load_tasks
 from eval import figures
 from extras.judge import judged
 from extras.mini import DOMAINS, Telecom
+from extras.results import load_results
 from extras.show import load_rollouts
 from extras.tiny import call, make_tokenizer
 from faca import REACTION
@@ -437,7 +438,7 @@ def test_a_refusal_leaves_what_is_complete_and_leaves_nothing_running():
     with served(reply) as (server, endpoint):
         began = time.monotonic()
         with pytest.raises(SimulatorError) as caught:
-            groups(endpoint, 6, done=complete.append)
+            groups(endpoint, 6, done=lambda record, last: complete.append(record))
         assert time.monotonic() - began < 15 and endpoint.tally["waiting"] == 0
         asked = len(server.requests)
         time.sleep(0.3)
@@ -501,7 +502,7 @@ def test_a_slow_user_and_a_long_wait_for_the_next_try_hold_up_no_other():
 
     with served(reply, concurrency=2) as (server, endpoint):
         began = time.monotonic()
-        records, _ = groups(endpoint, 8, done=lambda record: over.setdefault(record.k, time.monotonic() - began))
+        records, _ = groups(endpoint, 8, done=lambda record, last: over.setdefault(record.k, time.monotonic() - began))
     late = sorted(over.values())
     assert len(late) == 8 and late[5] < 3.5 and late[6] > 3.9 and {r.stop for r in records} == {"user_closed"}
 
@@ -699,7 +700,7 @@ def test_an_endpoint_that_refuses_in_mid_run_keeps_the_complete_rollouts(trained
         begun, ended = [], []
         return FakeUser(reply)
 
-    out, saved = tmp_path / "out", tmp_path / "saved.jsonl"
+    out, saved = tmp_path / "out", tmp_path / "saved"
     with refusing(104) as server:  # 100 dialogues before RL, and 4
         done = run("train.py", "--model", trained[0] / "sft", *SMALL, "--simulator-url", server.url, "--out", out)
     said = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
@@ -711,9 +712,11 @@ def test_an_endpoint_that_refuses_in_mid_run_keeps_the_complete_rollouts(trained
     with refusing(100) as server:
         done = run("eval.py", "run", "--model", out / "model", "--simulator", "user-1", "--simulator-url", server.url,
                    "--out", saved)
-    said, kept = [line for line in done.stderr.splitlines() if line.startswith("eval.py: ")], load_rollouts(saved)
+    said = [line for line in done.stderr.splitlines() if line.startswith("eval.py: ")]
+    kept = load_results(saved).records
     assert (done.returncode, done.stderr.count("Traceback"), len(said)) == (1, 0, 1) and "pass@1" not in done.stdout
-    assert said[0].endswith(f"is used up; {len(kept)} of 100 dialogues were complete and are in {saved}")
+    assert said[0].endswith(f"used up; {len(kept)} of 100 dialogues are in {saved}, and the same command goes on from "
+                            "there")
     assert 0 < len(kept) < 100 and not any(r.void for r in kept)
 
 
@@ -741,17 +744,17 @@ def test_ctrl_c_in_an_evaluation_keeps_what_is_complete_and_says_so_in_one_line(
     with FakeUser(reply) as server:
         process = subprocess.Popen(
             [sys.executable, "eval.py", "run", "--model", trained[0] / "sft", "--simulator", "user-1",
-             "--simulator-url", server.url, "--out", tmp_path / "e.jsonl"],
+             "--simulator-url", server.url, "--out", tmp_path / "e"],
             cwd=ROOT, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
         while not (len(begun) == 100 and any(turns_of(r) for r in server.requests)):
             time.sleep(0.1)
         time.sleep(2)
         process.send_signal(signal.SIGINT)
         error = process.communicate(timeout=60)[1]
-    kept = load_rollouts(tmp_path / "e.jsonl")
+    kept = load_results(tmp_path / "e").records
     assert process.returncode == 130 and "Traceback" not in error and 0 < len(kept) < 4
-    assert error.endswith(f"eval.py: stopped; {len(kept)} of 100 dialogues were complete and are in "
-                          f"{tmp_path / 'e.jsonl'}\n")
+    assert error.endswith(f"eval.py: stopped; {len(kept)} of 100 dialogues are in {tmp_path / 'e'}, and the same "
+                          "command goes on from there\n")
 
 
 def test_void_tries_in_an_evaluation_are_counted(trained):

@@ -23,6 +23,7 @@ import faca
 import train
 from env import load_tasks, make_env
 from extras.show import load_rollouts
+from extras.tables import curves
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SMALL = ("--env", "mini:retail", "--steps", "2", "--prompts", "3", "--rollouts", "3", "--max-messages", "4",
@@ -96,7 +97,8 @@ def test_a_folder_that_holds_another_run_is_refused_and_left_alone(folder):
 
 @pytest.mark.parametrize("arguments, named", [
     (["run", "--model", "./nowhere/model"], "nowhere/model"), (["run", "--model", "tiny", "--env", "mini:x"], "mini:x"),
-    (["run", "--model", "tiny", "--trials", "0"], "--trials"), (["run"], "--model"), (["walk"], "walk"), ([], "run")])
+    (["run", "--model", "tiny", "--trials", "0"], "--trials"), (["run"], "--model"), (["walk"], "walk"),
+    (["curves", "tests"], "tests"), ([], "run")])
 def test_eval_names_the_users_mistake_in_one_line(arguments, named, monkeypatch, capsys):
     import eval as evaluation
     monkeypatch.setattr(sys, "argv", ["eval.py", *arguments])
@@ -264,16 +266,16 @@ def test_ctrl_c_ends_a_run_with_what_is_done_saved(tmp_path):
 
 def test_eval_counts_the_checkpoint_on_seen_and_unseen_tasks(folder, tmp_path):
     done = run("eval.py", "run", "--model", folder[0] / "model", "--env", "mini:retail/train,mini:retail/test", "--out",
-               tmp_path / "r.jsonl")
+               tmp_path / "r")
     assert done.returncode == 0, done.stderr
-    line = next(line.split() for line in done.stdout.splitlines() if line.startswith("mini:retail"))
-    records = load_rollouts(tmp_path / "r.jsonl")
+    every, new = (line.split() for line in done.stdout.splitlines() if line.startswith("mini:retail"))
+    records = load_rollouts(tmp_path / "r" / "results.jsonl")
     seen = set(json.loads((folder[0] / "model" / "faca.json").read_text())["trained_on"])
     unseen = [r.reward for r in records if r.task not in seen]
     assert re.search(r"^held-out +all +unseen$", done.stdout, re.MULTILINE)
-    assert line[1:3] == ["160", "1"] and 64 + 96 == len(records)
-    assert float(line[3]) == pytest.approx(sum(r.reward for r in records) / 160, abs=1e-3)
-    assert float(line[4]) == pytest.approx(sum(unseen) / len(unseen), abs=1e-3) and float(line[5]) == 0.0
+    assert every[1:4] == ["160", "160", "0"] and new[1:3] == [str(len(unseen))] * 2 and 64 + 96 == len(records)
+    assert float(every[4]) == pytest.approx(sum(r.reward for r in records) / 160, abs=1e-3) and every[-1] == "0.000"
+    assert float(new[4]) == pytest.approx(sum(unseen) / len(unseen), abs=1e-3) and new[-1] == "0.000"
 
 
 # ---------------------------------------------------------------------------------------------------- the update
@@ -345,8 +347,7 @@ def test_evaluating_leaves_nothing_cached_that_would_round_the_rollouts_after_it
 # --------------------------------------------------------------------------------------------------- eval.py curves
 
 
-def test_curves_compare_arms_by_seed_in_hand_computed_numbers(tmp_path, capsys):
-    import eval as evaluation
+def test_curves_compare_arms_by_seed_in_hand_computed_numbers(tmp_path):
     for arm, lam, seed, ends in (("faca", 0.5, 0, (0.4, 0.6, 0.8)), ("faca", 0.5, 1, (0.4, 0.5, 0.7)),
                                  ("grpo", 0.0, 0, (0.4, 0.5, 0.6)), ("grpo", 0.0, 1, (0.4, 0.5, 0.7))):
         folder = tmp_path / f"{arm}{seed}"
@@ -355,15 +356,9 @@ def test_curves_compare_arms_by_seed_in_hand_computed_numbers(tmp_path, capsys):
         lines = [{"phase": "held_out", "at": at, "pass@1/x": value}
                  for at, value in zip(("before", "RL step 1", "after RL"), ends, strict=True)]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    evaluation.curves(evaluation.parse(["curves", *map(str, sorted(tmp_path.iterdir()))]))
-    printed = capsys.readouterr().out
+    printed = curves([str(path) for path in sorted(tmp_path.iterdir())])
     assert "0.400     0.600     0.800   0.700" in printed  # the mean leaves the common start out
     assert "faca - grpo, at the end: +0.100, sample std 0.141  (seed 0: +0.200, 1: +0.000)" in printed
     assert "faca - grpo, mean over the curve: +0.075, sample std 0.106  (seed 0: +0.150, 1: +0.000)" in printed
 
 
-def test_curves_of_a_folder_that_is_no_run_is_one_line(tmp_path, capsys):
-    import eval as evaluation
-    with pytest.raises(SystemExit) as exit_:
-        evaluation.curves(evaluation.parse(["curves", str(tmp_path)]))
-    assert exit_.value.code == 2 and capsys.readouterr().err.count("\n") == 1

@@ -1,0 +1,192 @@
+"""`eval.py run`: plays what is not in the results folder yet, on one rank or many, and can be killed at any moment."""
+
+import argparse
+import hashlib
+import json
+import re
+import signal
+import sys
+from collections import Counter
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from env import Task, load_tasks, make_env
+from eval import STREAM, longest_prompt, show
+from extras.checkpoint import load_policy, note_of
+from extras.ranks import all_gather, on_first, start_processes
+from extras.replay import digest, reason_of
+from extras.results import Log, ResultsError, kept, load_results, started
+from extras.run import Config, lock, progress
+from extras.tau2_format import write_tau2
+from rollout import Caps, Chat, Rollout, play_groups
+from sampler import Sampler, kv_bytes_per_token
+from simulator import SimulatorError, endpoint_of
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plays what is not there yet, on all ranks, each dialogue kept as it ends; then prints what show() does."""
+    start_processes()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    tasks = load_tasks(options.env, "test")
+    endpoint = endpoint_of(options, {task.domain for task in tasks}, world)
+    if endpoint:
+        on_first(endpoint.check)
+    folder, held = Path(options.out), []
+    on_first(lambda: held.append(occupy(folder)))  # as long as this function runs
+    sampler, chat, caps, agent = agent_of(options, tasks)
+    attempts = on_first(lambda: claim(folder, describe(options, tasks, agent, caps)))
+    log, began, told, refusal = Log(folder), {}, [], ""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the second time it ends at once
+        signal.signal(number, lambda number, _: (told.append(number), signal.signal(number, signal.SIG_DFL)))
+
+    def first(group: int, k: int) -> int | None:
+        began[group, k] = now()
+        return attempts.get((group, k), 0)
+
+    def done(record: Rollout, last: bool) -> None:
+        place, user = (record.group, record.k), endpoint.answered.get(endpoint.model, "") if endpoint else "scripted"
+        log.append(kept(record, began=began[place], ended=now(), user=user,
+                        reason=reason_of(record, tasks[record.group])))
+        began[place] = now()
+
+    with progress(range(len(tasks) * options.trials), "dialogues", disable=rank > 0) as bar:
+        def halt() -> bool:
+            if rank == 0:
+                bar.n = log.poll()
+                under_way = min(bar.total - bar.n, max(1, options.concurrency))
+                bar.set_postfix_str(f"pass@1 {log.solved / max(bar.n, 1):.3f}, {under_way} under way"
+                                    + (f", {log.void} void" if log.void else "")
+                                    + (f", {endpoint.status()}" if endpoint else ""), refresh=False)
+                bar.update(0)
+            return bool(told) or (folder / "refused").exists()
+
+        try:
+            play_groups(list(enumerate(tasks))[rank::world], options.trials, (options.seed, STREAM[1]), sampler, chat,
+                        caps, options.void_retries, done, halt, endpoint, max(1, options.concurrency // world), first)
+            halt()
+        except SimulatorError as error:
+            refusal = str(error)
+            (folder / "refused").touch()  # the other ranks give up too
+    refusals, signals, tallies = zip(*all_gather((refusal, told, endpoint.take() if endpoint else {})), strict=True)
+    if rank:
+        return 0
+    (folder / "refused").unlink(missing_ok=True)
+    results, refusal, told = load_results(folder), next(filter(None, refusals), ""), sum(signals, [])
+    if refusal or told:
+        print(f"eval.py: {refusal or 'stopped'}; {len(results.records)} of {results.expected} dialogues are in "
+              f"{folder}, and the same command goes on from there", file=sys.stderr)
+        return 1 if refusal else 128 + told[0]
+    write_tau2(results, tasks)
+    print(show(results))
+    if endpoint:
+        spent = sum(map(Counter, tallies), Counter())
+        print("\nasked of the user, this time: " + ", ".join(f"{name} {n:,}" for name, n in spent.items()))
+    return 0
+
+
+def agent_of(options: argparse.Namespace, tasks: list[Task]) -> tuple:
+    """The agent's sampler and chat format, its caps, and what run.json says of it."""
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    tokenizer, model = load_policy(options.model, 0, torch.device(device), dtype)
+    note, chat = note_of(options.model), Chat(tokenizer, options.thinking)
+    given = {"context": options.max_context, "message_tokens": options.max_message_tokens}
+    caps = Caps(**note.get("caps", {}) | {name: value for name, value in given.items() if value} | {"official": True})
+    longest = longest_prompt(tasks, chat)
+    if caps.context < longest + caps.message_tokens:
+        raise ResultsError(f"--max-context {caps.context} has no room for a message of {caps.message_tokens} tokens "
+                           f"after a prompt of {longest}")
+    kv_gib = options.kv_gib or Config.__dataclass_fields__["kv_gib"].metadata[note.get("preset", "paper")]
+    kv_tokens = int(kv_gib * 2**30) // kv_bytes_per_token(model.config, dtype)
+    if kv_tokens < caps.context + 512:
+        raise ResultsError(f"--kv-gib {kv_gib} holds {kv_tokens} tokens of {options.model}, too few for dialogues of "
+                           f"--max-context {caps.context}")
+    heat = 0.0 if options.greedy else options.temperature or note.get("temperature", 1.0)
+    sampler = Sampler(model, chat.end_ids, chat.banned_ids(model.config.vocab_size), heat, kv_tokens)
+    if not note:
+        print(f"note: {options.model} has no faca.json: caps are the paper's, and no task is known to be seen")
+    return sampler, chat, caps, {
+        "agent_url": "", "agent_extra": "", "weights": weights_digest(model), "temperature": heat,
+        "thinking": options.thinking, "trained_on": note.get("trained_on", ())}
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """Of the name, shape and a thousand values of each weight: two checkpoints of a run have two of them."""
+    told = hashlib.blake2b(digest_size=8)
+    for name, weight in model.named_parameters():
+        flat = weight.detach().flatten()
+        told.update(f"{name} {tuple(weight.shape)}".encode())
+        told.update(flat[::max(1, len(flat) // 1000)].float().cpu().numpy().tobytes())
+    return told.hexdigest()
+
+
+def training_of(model: str) -> dict:
+    """Which run made a model: its options as they stand in config.json beside the model's folder; {} if none does."""
+    try:
+        found = json.loads((Path(model).resolve().parent / "config.json").read_text())
+        return {name: found[name] for name in (
+            "method", "lam", "control", "seed", "steps", "model", "env", "simulator")}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def strata_of(task: Task) -> list[str]:
+    """What telecom's tasks are sorted by: the family of the issue, and the number of issues."""
+    if found := re.fullmatch(r".*telecom.*/\[(\w+?)(?:_issue)?\](.*?)\[PERSONA.*", task.id):
+        return [found[1], issues(found[2].count("|") + 1)]
+    return [issues(len(task.gold))] if task.domain == "mini:telecom" else []
+
+
+def issues(count: int) -> str:
+    return f"{count} issue" + "s" * (count > 1)
+
+
+def describe(options: argparse.Namespace, tasks: list[Task], agent: dict, caps: Caps) -> dict:
+    """run.json: all that a result depends on. A task's `nothing` is the reward of an agent that never acts."""
+    seen = set(agent.pop("trained_on"))
+    return {
+        "model": options.model, "training": training_of(options.model), "env": options.env,
+        "tasks": {task.id: {"domain": task.domain, "digest": digest(task), "seen": task.identity in seen,
+                            "nothing": make_env(task).reward([], held=False), "strata": strata_of(task)}
+                  for task in tasks},
+        "simulator": options.simulator, "simulator_url": options.simulator_url,
+        "simulator_extra": options.simulator_extra, "judge": options.judge, "caps": asdict(caps),
+        "limits": {domain: asdict(caps.within(make_env(task).limits))
+                   for domain, task in {task.domain: task for task in tasks}.items()},
+        "trials": options.trials, "seed": options.seed, "void_retries": options.void_retries} | agent
+
+
+def occupy(folder: Path):
+    """The folder's lock, on one rank. Raises ResultsError for a folder that can't be this run's."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not (folder / "run.json").is_file() and any(
+                path.name not in ("lock", "run.json.part") for path in folder.iterdir()):
+            raise ResultsError(f"--out {folder} holds something that is no result; name a new folder, or one "
+                               "to go on in")
+        return lock(folder)
+    except OSError as error:
+        raise ResultsError(f"--out {folder} can't be used: {error.strerror or error}") from None
+
+
+def claim(folder: Path, run: dict) -> dict[tuple[int, int], int | None]:
+    """On one rank, in its folder: (task, trial) -> void tries so far, None where it is done; nothing for the others.
+
+    What was left void is played again, as if its tries had not been spent. Raises ResultsError.
+    """
+    begun = started(folder, run)
+    Log(folder).cut()
+    results = load_results(folder)
+    (folder / "refused").unlink(missing_ok=True)
+    tries = Counter((r.group, r.k) for r in [*results.tries, *results.records])
+    there = {(r.group, r.k): None for r in results.records if not r.void}
+    print(f"going on in {folder}: {len(there)} of {results.expected} dialogues are there" if begun else
+          f"results: {folder}")
+    return dict(tries) | there
+
+
+def now() -> str:
+    return datetime.now().isoformat(timespec="milliseconds")
