@@ -17,11 +17,13 @@ Whoever keeps it stands in extras/, and is imported when a domain of its family 
 tau3-bench with their own tasks, tools and verifiers (extras/tau.py). "tau2:" alone lists domains and splits.
 """
 
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from importlib import import_module
+from itertools import accumulate
 from typing import Any
 
 
@@ -46,6 +48,21 @@ class Call:
     name: str
     arguments: Any = field(default_factory=dict)
     requestor: str = "assistant"
+
+
+def parse_call(body: str, name: str | None = None) -> Call | str:
+    """The JSON of a call, or of its arguments alone where a name is given -> the call, or in words what is wrong."""
+    if max(accumulate((c in "[{") - (c in "]}") for c in body), default=0) > 99:
+        return "the tool call is nested too deep"  # to be copied and saved, at least
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return f"the tool call is not one JSON object ({str(error)[:80]})"
+    if name is not None and isinstance(found, dict):
+        return Call(name, found)
+    if name is not None or not isinstance(found, dict) or not isinstance(found.get("name"), str):
+        return "the tool call must be a JSON object with a name and arguments"
+    return Call(found["name"], found.get("arguments", {}))
 
 
 @dataclass(frozen=True)

@@ -282,6 +282,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
     one = command("run", run_command, "dialogues of a model on tasks, and its figures; goes on in --out where it was")
     one.add_argument("--model", help="a run's model/ (or sft/), or a Hugging Face folder or id")
+    one.add_argument("--agent-url", default="", help="an OpenAI-compatible endpoint that serves a model of the name "
+                     "--model; its key is in AGENT_API_KEY")
+    one.add_argument("--agent-extra", default="", help="JSON object for the body of each of its requests")
     one.add_argument("--env", default="mini:telecom",
                      help="DOMAIN[/SPLIT], several with commas [%(default)s]; where no split is named, the official "
                           "base set, else test; mini:, tau:, tau2: or tau3: alone lists them")
@@ -328,7 +331,7 @@ def check(options: argparse.Namespace) -> None:
     """Ends the program, with one line, for values that can be known to be wrong."""
     list_worlds(options.env)
     if not options.model:
-        fail("--model is missing: a run's model/ (or sft/), or a Hugging Face folder or id")
+        fail("--model is missing: a run's model/ (or sft/), a Hugging Face folder or id, or a name at --agent-url")
     least = {"trials": 1, "concurrency": 1, "simulator_timeout": 1, "void_retries": 0, "max_context": 1,
              "max_message_tokens": 1, "temperature": 1e-3, "kv_gib": 1e-3, "seed": 0}
     for name, low in least.items():
@@ -336,6 +339,11 @@ def check(options: argparse.Namespace) -> None:
             fail(f"--{name.replace('_', '-')} must be at least {low:g} and below 2^31, is {value}")
     if options.greedy and options.temperature:
         fail("--greedy is temperature 0: give one of the two")
+    if options.agent_url and (options.thinking or options.kv_gib):
+        fail("--thinking and --kv-gib are of a model that is loaded here; a served one is told by --agent-extra, as "
+             """'{"chat_template_kwargs": {"enable_thinking": true}}'""")
+    if options.agent_extra and not options.agent_url:
+        fail("--agent-extra needs --agent-url")
     options.simulator_extra = options.simulator_extra or extra_for(options.simulator)
 
 

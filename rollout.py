@@ -20,7 +20,6 @@ user's private label beside each turn, masked text grey.
 
 import asyncio
 import hashlib
-import json
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -30,7 +29,7 @@ from itertools import accumulate
 
 import torch
 
-from env import Call, Task, ToolResult, make_env
+from env import Call, Task, ToolResult, make_env, parse_call
 from faca import reaction_of
 from simulator import Endpoint, UserFault, UserTurn, make_user
 
@@ -50,6 +49,7 @@ class Stop(StrEnum):
     VOID_USER = "void_user"                # no user turn could be had
     VOID_USER_ERRORS = "void_user_errors"  # the user's tool errors alone spent the budget
     VOID_WORLD = "void_world"              # the environment broke
+    VOID_AGENT = "void_agent"              # the agent's endpoint gave no message
 
     @property
     def void(self) -> bool:
@@ -160,12 +160,9 @@ class Chat:
         return ids[1:] if last_id == self.turn_end else ids
 
     def parse(self, ids: list[int]) -> Said:
-        """Qwen3's tool-call syntax. What stands in a think block is neither said nor called, closed or not."""
+        """The message that ids decode to, from within the think block that the prompt may have left open."""
         text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        text = THINK.sub("", self.inside + text).rpartition("</think>")[2]
-        calls = [parse_call(body) if closed else "the tool call is not closed"
-                 for body, closed in TOOL_CALL.findall(text)]
-        return Said(TOOL_CALL.sub("", text).strip(), calls)
+        return read(self.inside + text)
 
     def _after_agent(self, messages: list[dict]) -> str:
         marked = [{"role": "user", "content": "x"}, {"role": "assistant", "content": MARK}]
@@ -182,17 +179,11 @@ class Chat:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
 
-def parse_call(body: str) -> Call | str:
-    """The JSON between tool-call tags -> the call, or what is wrong with it, in words for the agent."""
-    if max(accumulate((c in "[{") - (c in "]}") for c in body), default=0) > 99:
-        return "the tool call is nested too deep"  # to be copied and saved, at least
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        return f"the tool call is not one JSON object ({str(error)[:80]})"
-    if not isinstance(found, dict) or not isinstance(found.get("name"), str):
-        return "the tool call must be a JSON object with a name and arguments"
-    return Call(found["name"], found.get("arguments", {}))
+def read(text: str) -> Said:
+    """Qwen3's tool-call syntax. What stands in a think block is neither said nor called, closed or not."""
+    text = THINK.sub("", text).rpartition("</think>")[2]
+    calls = [parse_call(body) if closed else "the tool call is not closed" for body, closed in TOOL_CALL.findall(text)]
+    return Said(TOOL_CALL.sub("", text).strip(), calls)
 
 
 # ---------------------------------------------------------------------------------------------------- the dialogue
@@ -229,18 +220,18 @@ class Dialogue:
             record.messages.append({"role": "system", "content": env.policy})
             record.messages += [{"role": "assistant", "content": env.greeting}] if env.greeting else []
             self.hear(turn)
-            self.tell(self.chat.open(record.messages, env.tools))
+            self.tell(record.messages)
             if record.stop:
                 raise UserFault("the prompt and the user's first message fill the context")
             while (said := await self.agent_segment(len(record.strategies))) is not None:
                 turn = await self.user.reply(said)
-                heard = self.hear(turn)
+                self.hear(turn)
                 record.strategies[-1], record.reactions[-1] = turn.strategy, reaction_of(turn.strategy)
                 if turn.end:
                     record.stop = {"transfer": Stop.TRANSFER, "out_of_scope": Stop.OUT_OF_SCOPE}.get(
                         turn.end, Stop.USER_CLOSED if turn.strategy == "close" else Stop.USER_LEFT)
                 if not self.limited() and not turn.end:  # a limit wins over the user's end, as in tau2
-                    self.tell(self.chat.delta(heard, record.tokens[-1]))
+                    self.tell(record.messages[-1:])
             if Stop(record.stop).verified:
                 record.reward = await self.verify()
         except (Over, UserFault, WorldFault) as fault:
@@ -277,7 +268,7 @@ class Dialogue:
             if self.env.ended:
                 record.stop = Stop.TRANSFER
             elif not self.limited():
-                self.tell(self.chat.delta(results, record.tokens[-1]))
+                self.tell(results)
 
     def limited(self) -> bool:
         """Whether errors or steps are spent; asked, as in tau2, wherever the next word is not the world's."""
@@ -289,9 +280,10 @@ class Dialogue:
             self.record.stop = Stop.MAX_STEPS
         return self.record.stop in (Stop.MAX_STEPS, Stop.TOO_MANY_ERRORS, Stop.VOID_USER_ERRORS)
 
-    def tell(self, ids: list[int]) -> None:
-        """Appends the ids that lead to the agent's next message; ends the dialogue where a cap leaves none to it."""
+    def tell(self, heard: list[dict]) -> None:
+        """Appends what leads to the agent's next message; ends the dialogue where a cap leaves none to it."""
         record, caps = self.record, self.caps
+        ids = self.chat.delta(heard, record.tokens[-1]) if record.tokens else self.chat.open(heard, self.env.tools)
         if sum("segment" in m for m in record.messages) >= caps.messages:
             record.stop = Stop.MAX_MESSAGES
         elif len(record.tokens) + len(ids) >= caps.context:
@@ -299,23 +291,28 @@ class Dialogue:
         else:
             record.append(ids)
 
-    async def agent_message(self, q: int) -> Said:
+    async def speak(self, q: int) -> tuple[Said, bool]:
+        """The agent's next message, and whether the token cap cut it."""
         record = self.record
         room = min(self.caps.message_tokens, self.caps.context - len(record.tokens))
         sample = await self.sampler.sample(record.tokens, room, record.seed)
         if self.version not in (None, sample.version):
             raise RuntimeError(f"the weights changed within a rollout: {self.version} -> {sample.version}")
         self.version = sample.version
-        if q == len(record.strategies):  # the segment exists from its first token on
+        record.append(sample.tokens, q, sample.logprobs)
+        return self.chat.parse(sample.tokens), sample.stop == "length"
+
+    async def agent_message(self, q: int) -> Said:
+        record = self.record
+        said, cut = await self.speak(q)
+        if q == len(record.strategies):  # the segment exists from its first message on
             record.strategies.append(None)
             record.reactions.append(None)
-        record.append(sample.tokens, q, sample.logprobs)
-        said = self.chat.parse(sample.tokens)
         calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} if isinstance(c, Call)
                  else {"malformed": c} for c in said.calls]
         record.messages.append({"role": "assistant", "content": said.text, "segment": q}
                                | ({"tool_calls": calls} if calls else {})
-                               | ({"cut": True} if sample.stop == "length" else {}))
+                               | ({"cut": True} if cut else {}))
         return said
 
     def agent_tool(self, call: Call | str) -> str:
@@ -343,13 +340,12 @@ class Dialogue:
             raise Over("the user's tool errors alone spent the budget")  # told where that made it void
         return results
 
-    def hear(self, turn: UserTurn) -> list[dict]:
-        """Enters the user's turn into both transcripts; what the agent hears of it."""
-        self.record.messages += (heard := [{"role": "user", "content": turn.utterance}])
+    def hear(self, turn: UserTurn) -> None:
+        """Enters the user's turn into both transcripts; the agent hears what stands in the public one."""
+        self.record.messages.append({"role": "user", "content": turn.utterance})
         self.record.private.append({"turn": len(self.record.strategies), "strategy": turn.strategy}
                                    | ({"end": turn.end} if turn.end else {}))
         self.steps += 1
-        return heard
 
     def in_world(self, function: Callable, *arguments):
         """Calls into the environment; whatever it raises is its own fault, not the agent's."""
@@ -375,7 +371,7 @@ def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, i
     SimulatorError, all are given up. first(group, k): the number of the first try, or None to leave the rollout out.
     """
     tries: list[Rollout] = []
-    slots = asyncio.Semaphore(at_once)
+    slots, dialogue = asyncio.Semaphore(at_once), getattr(sampler, "dialogue", Dialogue)  # an endpoint has its own
 
     async def one(group: int, task: Task, k: int) -> Rollout | None:
         async with slots:
@@ -383,7 +379,7 @@ def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, i
                 return None
             for attempt in range(begin, begin + void_retries + 1):
                 seed = stream_seed(*key, group, k, attempt)
-                record = await Dialogue(task, group, k, seed, sampler, chat, caps, endpoint).play()
+                record = await dialogue(task, group, k, seed, sampler, chat, caps, endpoint).play()
                 last = not record.void or attempt == begin + void_retries
                 done(record, last)
                 if last:
@@ -391,7 +387,7 @@ def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, i
                 tries.append(record)
 
     async def everyone() -> list[Rollout]:
-        async with endpoint or nullcontext():
+        async with endpoint or nullcontext(), sampler if isinstance(sampler, Endpoint) else nullcontext():
             work = [asyncio.create_task(one(group, task, k)) for group, task in groups for k in range(rollouts)]
             waiting, failed = set(work), None
             while waiting and not failed and not halt():

@@ -41,6 +41,10 @@ class SimulatorError(Exception):
     """The endpoint refuses for good, and says so in one line: the run stops."""
 
 
+class ContextFull(SimulatorError):
+    """The endpoint refuses a request for its length: the end of an agent's dialogue, but a user's stops the run."""
+
+
 class EndpointError(ValueError):
     """Options that name no endpoint that could be asked; the message is one line that says what to give."""
 
@@ -250,6 +254,8 @@ def make_user(task, tools: list[dict], act: Callable[[list[tuple]], list[str]], 
 
 KEY = "SIMULATOR_API_KEY"
 READY = 'Answer with the json object {"ready": true}.'
+FULL = re.compile(r"(?i)context[ _-]?(length|size|window)|maximum (context|number of tokens)|too many (input )?tokens|"
+                  "prompt is too long|longer than the model")  # how servers refuse a request for its length
 RETRIES = 10  # of a request that met 408, 409, 429, 5xx, a time-out or a lost connection: a minute of growing waits
 
 
@@ -276,8 +282,13 @@ class Endpoint:
 
     At most `concurrency` requests are in flight; one that waits to be tried again is not. Raises EndpointError
     for options that can't be right. `extra` goes into each request's body as it is. Use it as `async with endpoint:`,
-    once in each event loop.
+    once in each event loop. What differs for an agent (extras/agent.py) stands in the class.
     """
+
+    key, who, hint = KEY, "user", "see --simulator-extra"
+    flags = ("--simulator", "--simulator-url", "--simulator-extra")
+    form = {"response_format": {"type": "json_object"}}  # of each request
+    trial = [{"role": "user", "content": READY}], {}     # check()'s request
 
     def __init__(self, model: str, url: str, extra: str = "", concurrency: int = 128, timeout: float = 120.0,
                  judge: str = ""):
@@ -288,19 +299,20 @@ class Endpoint:
             fits = False
         if not fits or re.search("[@?#]|[^!-~]", url):
             shown = f"; it is '{url}'" if re.fullmatch("[^@?#]+", url) else ""  # a key may stand in it
-            raise EndpointError(f"--simulator {model} needs --simulator-url, the base url of an OpenAI-compatible "
+            raise EndpointError(f"{self.flags[0]} {model} needs {self.flags[1]}, the base url of an OpenAI-compatible "
                                 f"endpoint, as https://HOST/v1, without user name, key or query{shown}")
         try:
             self.extra = json.loads(extra or "{}", parse_constant=int)  # int("NaN") is a ValueError, too
         except ValueError:
             self.extra = None
         if not isinstance(self.extra, dict) or {"model", "messages", "tools"} & set(self.extra):
-            raise EndpointError(f"--simulator-extra must be one JSON object, without what is ours, is '{extra}'")
-        if not os.environ.get(KEY) and where.hostname not in ("localhost", "127.0.0.1", "::1"):
-            raise EndpointError(f"the environment variable {KEY} is not set: it holds the key for {where.hostname} "
-                                "(any word where the endpoint wants none)")
-        if not re.fullmatch(r"[!-~]*", os.environ.get(KEY, "")):
-            raise EndpointError(f"the environment variable {KEY} holds a space, a line break or another sign of no key")
+            raise EndpointError(f"{self.flags[2]} must be one JSON object, without what is ours, is '{extra}'")
+        key = os.environ.get(self.key, "")
+        if not key and where.hostname not in ("localhost", "127.0.0.1", "::1"):
+            raise EndpointError(f"the environment variable {self.key} is not set: it holds the key for {where.hostname}"
+                                " (any word where the endpoint wants none)")
+        if not re.fullmatch(r"[!-~]*", key):
+            raise EndpointError(f"the environment variable {self.key} holds a space, a line break or what no key has")
         self.model, self.url, self.concurrency, self.timeout = model, url, concurrency, timeout
         self.judge = judge or model
         self.tally: Counter = Counter()
@@ -313,15 +325,19 @@ class Endpoint:
         except (ImportError, ValueError, OSError) as error:  # told without its text, in which a proxy's password may be
             raise SimulatorError(f"no connection can be set up to {self.url} ({type(error).__name__}): see HTTP_PROXY, "
                                  "ALL_PROXY and SSL_CERT_FILE in the environment") from None
-        self.client = openai.AsyncOpenAI(api_key=os.environ.get(KEY) or "none", base_url=self.url, http_client=client,
-                                         max_retries=self.retries)
+        self.client = openai.AsyncOpenAI(api_key=os.environ.get(self.key) or "none", base_url=self.url,
+                                         http_client=client, max_retries=self.retries)
         return self
 
     async def __aexit__(self, *_):
         await self.client.close()
 
     async def chat(self, messages: list[dict], model: str = "", **options):
-        """One completion's message. Raises UserFault after the last retry, SimulatorError where none would help.
+        """One completion's message; raises as complete() does."""
+        return (await self.complete(messages, model, **options)).message
+
+    async def complete(self, messages: list[dict], model: str = "", **options):
+        """One completion's choice. Raises UserFault after the last retry, SimulatorError where none would help.
 
         Of a refusal only status and code are told: its text may repeat the key or the prompt.
         """
@@ -330,8 +346,7 @@ class Endpoint:
         self.tally["waiting"] += 1
         try:
             raw = await self.client.chat.completions.with_raw_response.create(
-                model=model, messages=messages, response_format={"type": "json_object"}, extra_body=self.extra,
-                **options)
+                model=model, messages=messages, extra_body=self.extra, **self.form, **options)
             answer = raw.parse()
             message = answer.choices[0].message
             parts = [message.content or "", *(part for call in message.tool_calls or () for part in (
@@ -339,15 +354,17 @@ class Endpoint:
             if not all(isinstance(part, str) for part in parts):
                 raise TypeError
             self.count(model, answer)
-            return message
+            return answer.choices[0]
         except openai.APIStatusError as error:
             line = f"{model} at {self.url} answered {error.status_code}{self.told(error)}"
             if error.status_code in (408, 409, 429) or error.status_code >= 500:
                 raise UserFault(line + self.given_up(error)) from None
-            why = {401: f": it refuses the key in {KEY}", 402: ": the account's balance is used up",
-                   403: f": the key in {KEY} has no right to it", 404: ": no such model or path (does it end in /v1?)",
-                   }.get(error.status_code, ": it refuses the request; see --simulator-extra")
-            raise SimulatorError(line + why) from None
+            if error.status_code in (400, 413, 422) and FULL.search(self.told(error) + str(error)):
+                raise ContextFull(f"{line}: its context is too short for the request") from None
+            why = {401: f"it refuses the key in {self.key}", 402: "the account's balance is used up",
+                   403: f"the key in {self.key} has no right to it", 404: "no such model or path (does it end in /v1?)",
+                   }.get(error.status_code, f"it refuses the request; {self.hint}")
+            raise SimulatorError(f"{line}: {why}") from None
         except openai.APIConnectionError as error:
             late = isinstance(error, openai.APITimeoutError)
             what = f"in {self.timeout:g} s" if late else "(no connection; is the server running?)"
@@ -364,11 +381,10 @@ class Endpoint:
         self.tally["faults"] += 1
         return f", {tried + 1} times" if tried else ""
 
-    @staticmethod
-    def told(error: openai.APIStatusError) -> str:
+    def told(self, error: openai.APIStatusError) -> str:
         """What a refusal names in single words: OpenAI's code, type and parameter."""
         words = [str(getattr(error, name, None) or "") for name in ("code", "type", "param")]
-        key = os.environ.get(KEY) or "\n"
+        key = os.environ.get(self.key) or "\n"
         words = [word for word in words if re.fullmatch(r"[a-zA-Z][a-zA-Z_.]{2,39}", word) and key not in word]
         return f" ({', '.join(words)})" if words else ""
 
@@ -382,8 +398,8 @@ class Endpoint:
         if now != before:
             self.answered[model] = now
             self.tally["model_changes"] += 1
-            tqdm.write(f"WARNING: for {model} now {now} answers, no longer {before}: the user has changed in the run",
-                       file=sys.stderr)
+            tqdm.write(f"WARNING: for {model} now {now} answers, no longer {before}: the {self.who} has changed in the"
+                       " run", file=sys.stderr)
 
     def status(self) -> str:
         """For a progress bar: what is waited for."""
@@ -395,14 +411,14 @@ class Endpoint:
             "requests", "retries", "faults", "asked_again", "strategy_in_text", "model_changes", "prompt_tokens",
             "completion_tokens")}
 
-    def check(self) -> None:
-        """One small request before anything expensive. Raises SimulatorError, one line, where it gets no answer."""
+    def check(self):
+        """The answer to one small request. Raises SimulatorError, one line, where there is none."""
         async def once():
             async with self:
-                await self.chat([{"role": "user", "content": READY}])
+                return await self.chat(self.trial[0], **self.trial[1])
         self.retries = 1
         try:
-            asyncio.run(once())
+            return asyncio.run(once())
         except UserFault as fault:
             raise SimulatorError(str(fault)) from None
         finally:

@@ -110,6 +110,8 @@ def read_batch(path: str) -> list[Rollout]:
         raise UsageError(f"{path}: all {len(records)} rollouts are void: there is nothing to learn from")
     if not any(r.strategies for r in records if not r.void):
         raise UsageError(f"{path}: no rollout that is not void has a segment: there is nothing to learn from")
+    if not any(r.tokens for r in records):
+        raise UsageError(f"{path}: holds no tokens, like results of an evaluation: name a file of a run's rollouts/")
     task_of = {r.group: r.task for r in records}
     if len({(r.group, r.k) for r in records}) < len(records) or any(r.task != task_of[r.group] for r in records):
         raise UsageError(f"{path}: a group holds two tasks, or a rollout twice: give the rollouts of one step")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from env import Task, load_tasks, make_env
 from eval import STREAM, longest_prompt, show
+from extras.agent import AgentEndpoint
 from extras.checkpoint import load_policy, note_of
 from extras.ranks import all_gather, on_first, start_processes
 from extras.replay import digest, reason_of
@@ -37,9 +38,10 @@ def run(options: argparse.Namespace) -> int:
         on_first(endpoint.check)
     folder, held = Path(options.out), []
     on_first(lambda: held.append(occupy(folder)))  # as long as this function runs
-    sampler, chat, caps, agent = agent_of(options, tasks)
+    sampler, chat, caps, agent = agent_of(options, tasks, world)
     attempts = on_first(lambda: claim(folder, describe(options, tasks, agent, caps)))
     log, began, told, refusal = Log(folder), {}, [], ""
+    asked = [endpoint, sampler if options.agent_url else None]  # of this rank
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the second time it ends at once
         signal.signal(number, lambda number, _: (told.append(number), signal.signal(number, signal.SIG_DFL)))
 
@@ -60,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
                 under_way = min(bar.total - bar.n, max(1, options.concurrency))
                 bar.set_postfix_str(f"pass@1 {log.solved / max(bar.n, 1):.3f}, {under_way} under way"
                                     + (f", {log.void} void" if log.void else "")
-                                    + (f", {endpoint.status()}" if endpoint else ""), refresh=False)
+                                    + "".join(f", {e.status()}" for e in asked if e), refresh=False)
                 bar.update(0)
             return bool(told) or (folder / "refused").exists()
 
@@ -71,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         except SimulatorError as error:
             refusal = str(error)
             (folder / "refused").touch()  # the other ranks give up too
-    refusals, signals, tallies = zip(*all_gather((refusal, told, endpoint.take() if endpoint else {})), strict=True)
+    refusals, signals, taken = zip(*all_gather((refusal, told, [e.take() if e else {} for e in asked])), strict=True)
     if rank:
         return 0
     (folder / "refused").unlink(missing_ok=True)
@@ -82,19 +84,27 @@ def run(options: argparse.Namespace) -> int:
         return 1 if refusal else 128 + told[0]
     write_tau2(results, tasks)
     print(show(results))
-    if endpoint:
-        spent = sum(map(Counter, tallies), Counter())
-        print("\nasked of the user, this time: " + ", ".join(f"{name} {n:,}" for name, n in spent.items()))
+    for who, tallies in zip(("user", "agent"), zip(*taken, strict=True), strict=True):
+        if spent := sum(map(Counter, tallies), Counter()):
+            print(f"\nasked of the {who} in this session: " + ", ".join(f"{name} {n:,}" for name, n in spent.items()))
     return 0
 
 
-def agent_of(options: argparse.Namespace, tasks: list[Task]) -> tuple:
-    """The agent's sampler and chat format, its caps, and what run.json says of it."""
+def agent_of(options: argparse.Namespace, tasks: list[Task], ranks: int) -> tuple:
+    """(sampler, chat format or None for an endpoint, caps, what run.json says of the agent)."""
+    given = {"context": options.max_context, "message_tokens": options.max_message_tokens}
+    given = {name: value for name, value in given.items() if value} | {"official": True}
+    if options.agent_url:
+        heat, caps = 0.0 if options.greedy else options.temperature or 1.0, Caps(**given)
+        agent = AgentEndpoint(options.model, options.agent_url, options.agent_extra,
+                              max(1, options.concurrency // ranks), options.simulator_timeout, heat)
+        on_first(lambda: agent.check(caps.message_tokens))
+        return agent, None, caps, {"agent_url": options.agent_url, "agent_extra": options.agent_extra, "weights": "",
+                                   "temperature": heat, "thinking": False, "trained_on": ()}
+    note = note_of(options.model)
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     tokenizer, model = load_policy(options.model, 0, torch.device(device), dtype)
-    note, chat = note_of(options.model), Chat(tokenizer, options.thinking)
-    given = {"context": options.max_context, "message_tokens": options.max_message_tokens}
-    caps = Caps(**note.get("caps", {}) | {name: value for name, value in given.items() if value} | {"official": True})
+    chat, caps = Chat(tokenizer, options.thinking), Caps(**note.get("caps", {}) | given)
     longest = longest_prompt(tasks, chat)
     if caps.context < longest + caps.message_tokens:
         raise ResultsError(f"--max-context {caps.context} has no room for a message of {caps.message_tokens} tokens "
@@ -106,7 +116,7 @@ def agent_of(options: argparse.Namespace, tasks: list[Task]) -> tuple:
                            f"--max-context {caps.context}")
     heat = 0.0 if options.greedy else options.temperature or note.get("temperature", 1.0)
     sampler = Sampler(model, chat.end_ids, chat.banned_ids(model.config.vocab_size), heat, kv_tokens)
-    if not note:
+    if not note and dist.get_rank() == 0:
         print(f"note: {options.model} has no faca.json: caps are the paper's, and no task is known to be seen")
     return sampler, chat, caps, {
         "agent_url": "", "agent_extra": "", "weights": weights_digest(model), "temperature": heat,

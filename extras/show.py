@@ -94,7 +94,8 @@ def show(record: Rollout, whole: bool = True) -> str:
     trained = sum(s >= 0 for s in record.segment)
     lines = [paint(f"{record.task}  group {record.group}  rollout {record.k}  seed {record.seed}", BOLD),
              f"reward {record.reward:g}  stop {record.stop}  outcome advantage {record.outcome_advantage:+.3f}  "
-             f"{trained} of {len(record.tokens)} tokens trained  errors {record.errors or 'none'}", ""]
+             + (f"{trained} of {len(record.tokens)} tokens trained  " if record.tokens else "")
+             + f"errors {record.errors or 'none'}", ""]
     lines[2:2] = [f"void: {p['fault']}" for p in record.private if "fault" in p]
     turn, shown = 0, -1
     for message in record.messages:
