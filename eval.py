@@ -27,6 +27,7 @@ import sys
 import time
 from collections import Counter
 from math import comb
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ import torch.distributed as dist
 
 from env import EnvError, Task, make_env
 from extras.checkpoint import PolicyError
+from extras.endpoint import EndpointError, extra_for
 from extras.paper import CELLS
 from extras.ranks import UsageError
 from extras.results import Results, ResultsError, complete, load_results, must_match
@@ -41,7 +43,6 @@ from extras.run import Config, add_flag, list_worlds
 from extras.tables import FORMATS, curves, grid, seed_table
 from faca import REACTION
 from rollout import Chat, Rollout, Stop
-from simulator import EndpointError, extra_for
 
 LABELS = (*REACTION, "invalid")
 STREAM = (0, -2)  # (seed, step) of evaluation: every model meets the same users, and no training step has this key
@@ -267,6 +268,23 @@ def rescore_command(options: argparse.Namespace) -> int:
     return int(worst)
 
 
+def report_command(options: argparse.Namespace) -> None:
+    from extras.report import report
+    print(report([Path(folder) for folder in options.folders], Path(options.out)))
+
+
+def audit_command(options: argparse.Namespace) -> None:
+    from extras.audit import audit
+    from extras.labeller import Labeller
+    name, labeller = options.second_labeller, None
+    if name:
+        labeller = Labeller(name, options.simulator_url, options.simulator_extra or extra_for(name),
+                            options.concurrency, options.simulator_timeout)
+    elif options.simulator_url or options.simulator_extra:
+        fail("--simulator-url and --simulator-extra are of --second-labeller MODEL, which is missing")
+    print(audit(Path(options.run), labeller, options.sample, options.seed))
+
+
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="eval.py", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -319,6 +337,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
     one.add_argument("--paper", type=int, choices=(2, 4), default=2, help="which of the paper's tables [%(default)s]")
     one.add_argument("--unseen", action="store_true", help="tasks alone that no model was trained on")
     one.add_argument("--anyway", action="store_true", help="though tasks, users or caps differ")
+    one = command("report", report_command, "runs and results as one page that stands alone, to look at")
+    one.add_argument("folders", nargs="+", metavar="RUN", help="run folders of train.py, and folders of `eval.py run`")
+    one.add_argument("--out", default="report.html", help="[%(default)s]")
+    one = command("audit", audit_command, "whether the user's private labels can be trusted; one page of text")
+    one.add_argument("run", metavar="RUN", help="a run folder of train.py, or a folder of `eval.py run`")
+    one.add_argument("--second-labeller", default="", metavar="MODEL",
+                     help="a model at --simulator-url that labels a sample of the user's turns once more")
+    one.add_argument("--sample", type=int, default=200, help="turns that it labels [%(default)s]")
+    one.add_argument("--seed", type=int, default=0, help="of the sample [%(default)s]")
+    for name in ("simulator_url", "simulator_extra", "simulator_timeout", "concurrency"):
+        default = Config.__dataclass_fields__[name].metadata["tiny"]
+        add_flag(one, name, default, default)
     one = command("curves", lambda o: print(curves(o.runs)), "held-out pass@1 along training, arms compared by seed")
     one.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py")
     options = parser.parse_args(argv)
@@ -359,7 +389,7 @@ def main() -> None:
     try:
         options = parse(sys.argv[1:])
         code = options.function(options)
-    except (EnvError, PolicyError, EndpointError, ResultsError, UsageError, NotImplementedError) as error:
+    except (UsageError, EnvError, PolicyError, EndpointError, NotImplementedError) as error:
         fail(str(error))
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

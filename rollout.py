@@ -31,7 +31,7 @@ import torch
 
 from env import Call, Task, ToolResult, make_env, parse_call
 from faca import reaction_of
-from simulator import Endpoint, UserFault, UserTurn, make_user
+from simulator import UserFault, UserTurn, make_user
 
 
 class Stop(StrEnum):
@@ -201,7 +201,7 @@ class Dialogue:
     """One rollout under way: the world, the user, and the record that they fill."""
 
     def __init__(self, task: Task, group: int, k: int, seed: int, sampler, chat: Chat, caps: Caps,
-                 endpoint: Endpoint | None = None):
+                 endpoint=None):
         self.task, self.sampler, self.chat, self.endpoint = task, sampler, chat, endpoint
         self.record = Rollout(task.id, task.domain, group, k, seed)
         self.env = make_env(task)
@@ -362,7 +362,7 @@ def stream_seed(*parts: int) -> int:
 
 def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, int], sampler, chat: Chat, caps: Caps,
                 void_retries: int = 2, done: Callable[[Rollout, bool], None] = lambda record, last: None,
-                halt: Callable[[], bool] = lambda: False, endpoint: Endpoint | None = None, at_once: int = 10**9,
+                halt: Callable[[], bool] = lambda: False, endpoint=None, at_once: int = 10**9,
                 first: Callable[[int, int], int | None] = lambda group, k: 0) -> tuple[list[Rollout], list[Rollout]]:
     """K rollouts of each (group, task), at_once of them under way: in the order of group and k, and the void tries.
 
@@ -387,7 +387,7 @@ def play_groups(groups: list[tuple[int, Task]], rollouts: int, key: tuple[int, i
                 tries.append(record)
 
     async def everyone() -> list[Rollout]:
-        async with endpoint or nullcontext(), sampler if isinstance(sampler, Endpoint) else nullcontext():
+        async with endpoint or nullcontext(), nullcontext() if dialogue is Dialogue else sampler:
             work = [asyncio.create_task(one(group, task, k)) for group, task in groups for k in range(rollouts)]
             waiting, failed = set(work), None
             while waiting and not failed and not halt():

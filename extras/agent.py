@@ -29,8 +29,9 @@ import sys
 from tqdm import tqdm
 
 from env import Call, parse_call
+from extras.endpoint import ContextFull, Endpoint, extra_for
 from rollout import THINK, TOOL_CALL, Caps, Dialogue, Over, Said, Stop, read
-from simulator import ContextFull, Endpoint, UserFault, extra_for
+from simulator import UserFault
 
 READY = {"type": "function", "function": {"name": "ready", "description": "Says that you are ready.",
                                           "parameters": {"type": "object", "properties": {}, "required": []}}}

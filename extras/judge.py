@@ -3,7 +3,8 @@
 Prompt and JSON are ours; tau3's own judge is another model with another prompt.
 """
 
-from simulator import Endpoint, UserFault, json_object
+from extras.endpoint import Endpoint
+from simulator import UserFault, json_object
 
 JUDGE_PROMPT = """\
 You check a finished conversation between a service agent and a customer against a list of statements. Decide for each,

@@ -18,6 +18,7 @@ from env import Task, load_tasks, make_env
 from eval import STREAM, longest_prompt, show
 from extras.agent import AgentEndpoint
 from extras.checkpoint import load_policy, note_of
+from extras.endpoint import endpoint_of
 from extras.ranks import all_gather, on_first, start_processes
 from extras.replay import digest, reason_of
 from extras.results import Log, ResultsError, kept, load_results, started
@@ -25,7 +26,7 @@ from extras.run import Config, lock, progress
 from extras.tau2_format import write_tau2
 from rollout import Caps, Chat, Rollout, play_groups
 from sampler import Sampler, kv_bytes_per_token
-from simulator import SimulatorError, endpoint_of
+from simulator import SimulatorError
 
 
 def run(options: argparse.Namespace) -> int:

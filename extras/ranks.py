@@ -14,8 +14,9 @@ import torch.distributed as dist
 
 from env import Task, load_tasks
 from extras.checkpoint import note_of
+from extras.endpoint import endpoint_of
 from rollout import Caps, Rollout, play_groups
-from simulator import SimulatorError, endpoint_of
+from simulator import SimulatorError
 
 
 class UsageError(ValueError):

@@ -15,11 +15,12 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from extras.ranks import UsageError
 from extras.show import RolloutFileError, parse_rollout
 from rollout import Rollout, Stop
 
 
-class ResultsError(ValueError):
+class ResultsError(UsageError):
     """A folder that holds no results, or whose results can't be used as asked; the message is one line."""
 
 

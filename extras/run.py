@@ -24,11 +24,12 @@ from tqdm import tqdm
 
 import faca
 from env import WORLDS, Task, listing, load_tasks
+from extras.alarm import ALARM, proxy_alarm
 from extras.checkpoint import PolicyError, find_policy, flush, newest_note, preset_of
+from extras.endpoint import endpoint_of, extra_for
 from extras.ranks import UsageError, all_gather, all_reduce
 from extras.show import fits, save_rollouts
 from rollout import Rollout
-from simulator import endpoint_of, extra_for
 
 
 # --------------------------------------------------------------------------------------------------------- options
@@ -404,7 +405,13 @@ class Run:
         return progress(steps, name, aside, self.rank != 0)
 
     def log(self, row: dict) -> None:
+        before = [r for r in self.rows if r["phase"] == "rl"][-1:]
         self.rows.append(row)
+        if row["phase"] == "rl":
+            row["proxy_alarm"] = proxy_alarm(self.rows)
+            if self.rank == 0 and row["proxy_alarm"] and not any(r.get("proxy_alarm") for r in before):
+                tqdm.write(f"WARNING: step {row['step']}: {ALARM}; see python eval.py audit {self.path}",
+                           file=sys.stderr)
         if self.rank == 0:
             with (self.path / "metrics.jsonl").open("a") as file:
                 file.write(json.dumps(row) + "\n")

@@ -27,9 +27,10 @@ class RolloutFileError(ValueError):
 
 def fits(value, kind) -> bool:
     """Whether a value out of JSON is of a field's type, such as list[int | None]; an int passes for a float."""
-    if get_origin(kind) in (list, dict):
+    if get_origin(kind) in (list, dict):  # one value of each type is enough, for what is in there is flat
         values = value.values() if isinstance(value, dict) else value
-        return isinstance(value, get_origin(kind)) and all(fits(v, get_args(kind)[-1]) for v in values)
+        return isinstance(value, get_origin(kind)) and all(
+            fits(v, get_args(kind)[-1]) for v in {type(v): v for v in values}.values())
     return isinstance(value, int | float if kind is float else kind)
 
 

@@ -326,7 +326,7 @@ def gold_dialogue(task, **caps):
     from extras.tiny import make_tokenizer
     from fake_user import FakeUser
     from rollout import Caps, Chat, play_groups
-    from simulator import Endpoint
+    from extras.endpoint import Endpoint
     chat = Chat(make_tokenizer())
     with FakeUser() as server:
         endpoint = Endpoint("loopback-user", server.url)

@@ -17,10 +17,11 @@ from env import Call, load_tasks, make_env
 from eval import figures
 from extras.agent import READY, AgentEndpoint, read_message
 from extras.arms import read_batch
+from extras.endpoint import KEY, Endpoint, EndpointError
 from extras.run import UsageError
 from extras.show import load_rollouts, save_rollouts, show
 from extras.tiny import EXPERTS, ExpertSample, call, make_tokenizer
-from simulator import KEY, Endpoint, EndpointError, SimulatorError
+from simulator import SimulatorError
 
 TOKENIZER = make_tokenizer()
 CHAT = R.Chat(TOKENIZER)

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 import rollout as R
 from env import Call, load_tasks
 from eval import figures
+from extras.endpoint import KEY, Endpoint, EndpointError, endpoint_of
 from extras.judge import judged
 from extras.mini import DOMAINS, Telecom
 from extras.results import load_results
@@ -31,8 +32,7 @@ from extras.show import load_rollouts
 from extras.tiny import call, make_tokenizer
 from faca import REACTION
 from sampler import Sample
-from simulator import (ENDS, GREETING, KEY, Endpoint, EndpointError, ModelUser, SimulatorError, UserFault, endpoint_of,
-                       extract_turn)
+from simulator import ENDS, GREETING, ModelUser, SimulatorError, UserFault, extract_turn
 
 ROOT = Path(__file__).resolve().parent.parent
 TOKENIZER = make_tokenizer()
