@@ -3,6 +3,7 @@
 import argparse
 import hashlib
 import json
+import os
 import re
 import signal
 import sys
@@ -30,17 +31,26 @@ from simulator import SimulatorError
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plays what is not there yet, on all ranks, each dialogue kept as it ends; then prints what show() does."""
+    """Plays what is not there yet, on all ranks, each dialogue kept as it ends; then prints what eval.show() does."""
+    tasks, ranks = load_tasks(options.env, "test"), int(os.environ.get("WORLD_SIZE", "1"))
+    endpoint = endpoint_of(options, {task.domain for task in tasks}, ranks)
     start_processes()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    tasks = load_tasks(options.env, "test")
-    endpoint = endpoint_of(options, {task.domain for task in tasks}, world)
     if endpoint:
         on_first(endpoint.check)
     folder, held = Path(options.out), []
-    on_first(lambda: held.append(occupy(folder)))  # as long as this function runs
-    sampler, chat, caps, agent = agent_of(options, tasks, world)
-    attempts = on_first(lambda: claim(folder, describe(options, tasks, agent, caps)))
+    on_first(lambda: held.append(occupy(folder)))
+    try:
+        return play(options, folder, tasks, endpoint, agent_of(options, tasks, ranks))
+    finally:
+        for lock_file in held:
+            lock_file.close()
+
+
+def play(options: argparse.Namespace, folder: Path, tasks: list[Task], endpoint, agent: tuple) -> int:
+    """run(), once there are an agent and a folder."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    sampler, chat, caps, described = agent
+    attempts = on_first(lambda: claim(folder, describe(options, tasks, described, caps)))
     log, began, told, refusal = Log(folder), {}, [], ""
     asked = [endpoint, sampler if options.agent_url else None]  # of this rank
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the second time it ends at once

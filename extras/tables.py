@@ -20,6 +20,8 @@ def grid(rows: list[list[str]], form: str = "text") -> str:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows([[cell.strip() for cell in row] for row in rows])
         return text.getvalue().rstrip("\n")
+    if form == "markdown":
+        rows = [[cell.replace("|", "\\|") for cell in row] for row in rows]
     wide = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [[row[0].ljust(wide[0]), *(cell.rjust(n) for cell, n in zip(row[1:], wide[1:], strict=True))]
              for row in rows]
@@ -40,7 +42,7 @@ def spread(values: list[float], places: int = 1, sign: str = "") -> str:
 
 def seed_table(patterns: list[str], form: str = "text", paper: int = 2, unseen: bool = False,
                anyway: bool = False) -> str:
-    """Each pattern's folders are the seeds of an arm: pass@1 by domain, averages, and gains by seed over the last arm.
+    """Each pattern's folders are the seeds of an arm: pass@1 by domain, averages, and gains by seed over one arm.
 
     The paper's rows stand below; what either side has no figure for is "not run". Raises ResultsError for patterns that
     match no results, results that are not complete, or such as can't be compared (unless anyway).
@@ -102,16 +104,16 @@ def domain_shares(results: Results, unseen: bool) -> dict[str, float]:
 
 
 def gains(arms: dict[str, list[Results]], shares: dict[str, list[dict]], common: list[str]) -> list[str]:
-    """Of each arm over the last one, for each seed that both have: the training seed, or else the folder's name."""
+    """Of each arm over Interactive GRPO's (else the last), by seed: the training seed, or else the folder's name."""
     named = [r.run["training"].get("seed") for seeds in arms.values() for r in seeds]
     by_seed = None not in named
     keys = {pattern: [r.run["training"]["seed"] if by_seed else r.folder.name for r in seeds]
             for pattern, seeds in arms.items()}
     means = {pattern: dict(zip(keys[pattern], [statistics.fmean(row[d] for d in common) for row in rows]))
              for pattern, rows in shares.items()}
-    *others, base = means
-    lines = [""]
-    for pattern in others:
+    outcome = [p for p, seeds in arms.items() if {r.run["training"].get("method") for r in seeds} == {"grpo"}]
+    base, lines = [*means, *outcome][-1], [""]
+    for pattern in [pattern for pattern in means if pattern != base]:
         both = [key for key in means[pattern] if key in means[base]]
         each = [means[pattern][key] - means[base][key] for key in both]
         if not both or len(means[pattern]) < len(keys[pattern]) or len(means[base]) < len(keys[base]):
