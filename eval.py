@@ -37,7 +37,7 @@ from env import EnvError, Task, make_env
 from extras.checkpoint import PolicyError
 from extras.endpoint import EndpointError, extra_for
 from extras.paper import CELLS
-from extras.ranks import UsageError
+from extras.ranks import Lasting, UsageError
 from extras.results import Results, ResultsError, complete, load_results, must_match
 from extras.run import Config, add_flag, list_worlds
 from extras.tables import FORMATS, curves, grid, seed_table
@@ -92,14 +92,14 @@ def longest_prompt(tasks: list[Task], chat: Chat) -> int:
                               json.loads(tools))) for policy, tools in prompts), default=0)
 
 
-def table(columns: dict[str, dict[str, float]]) -> str:
+def table(columns: dict[str, dict[str, float]], heading: str = "held-out") -> str:
     """Figures side by side: pass@1 by domain, strategies as shares of user turns, stops as shares of dialogues."""
     keys = sorted({key for figure in columns.values() for key in figure})
     rows = [(key, "{:.3f}", [f.get(key, 0.0) for f in columns.values()]) for key in keys if key.startswith("pass@1/")]
     rows += [(label, "{:.1%}", [f[f"share/{label}"] for f in columns.values()]) for label in LABELS]
     rows += [(key, "{:.1%}", [f.get(key, 0) / f["rollouts"] for f in columns.values()])
              for key in keys if key.startswith("stop/")]
-    lines = [f"{'held-out':26}" + "".join(f"{name:>14}" for name in columns)]
+    lines = [f"{heading:26}" + "".join(f"{name:>14}" for name in columns)]
     lines += [f"{title:26}" + "".join(f"{form.format(v):>14}" for v in values) for title, form, values in rows]
     return "\n".join(lines)
 
@@ -161,7 +161,7 @@ def show(results: Results) -> str:
     scopes = {"": results} | ({" unseen": unseen} if 0 < new < tasks else {})
     for title, some in scopes.items():
         lines += ["", score_table(some, f"all {tasks} tasks" if not title else f"the {new} unseen tasks")]
-    if title == "":
+    if len(scopes) == 1:
         lines.append("no task was trained on" if new == tasks else "every task was trained on")
     failed = {title: [r for r in some.records if not r.solved] for title, some in scopes.items()}
     names = [name for name, _ in Counter(r.reason for r in failed[""]).most_common()]
@@ -170,8 +170,8 @@ def show(results: Results) -> str:
                            f"{sum(r.reason == name for r in failed['']) / len(failed['']):.1%}"] for name in names)])]
     reached = sum("authority" in r.errors for r in failed[""])
     lines += [f"in {reached} of these the agent called a tool that is the user's (authority errors)", "",
-              table({f"all{title}" if not title else title.strip(): figures(some.records, some.tries)
-                     for title, some in scopes.items()})]
+              table({title.strip() or "all": figures(some.records, some.tries) for title, some in scopes.items()},
+                    "labels, and endings")]
     if results.tries:
         lines += ["", f"{len(results.tries)} void dialogues were played again: " + ", ".join(
             f"{stop} {n}" for stop, n in Counter(r.stop for r in results.tries).items())]
@@ -231,7 +231,7 @@ def compare(a: Results, b: Results, seed: int = 0, anyway: bool = False) -> str:
                   + (", ".join(f"{reason} {n}" for reason, n in lost.most_common()) or "nowhere")]
     missing = [sum(r.void for r in results.records) for results in (a, b)]
     lines += [f"missing: A {missing[0]}, B {missing[1]}; they count as not solved"] * any(missing)
-    for domain in set(CELLS) & set(a.run["limits"]):
+    for domain in sorted(set(CELLS) & set(a.run["limits"])):
         (both, faca, grpo, neither), budget = CELLS[domain]
         lines.append(f"paper, {domain}, 14B s1, FACA against outcome only: both {both}, FACA only {faca}, other only "
                      f"{grpo}, neither {neither}; of the {faca}, {budget} by error budget, the rest without closure")
@@ -384,6 +384,7 @@ def fail(message: str) -> None:
 
 
 def main() -> None:
+    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
     torch.set_num_threads(1)
     code = None
     try:
@@ -391,8 +392,6 @@ def main() -> None:
         code = options.function(options)
     except (UsageError, EnvError, PolicyError, EndpointError, NotImplementedError) as error:
         fail(str(error))
-    except BrokenPipeError:  # the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
         print(f"eval.py: {error}", file=sys.stderr)
         sys.stderr.flush()

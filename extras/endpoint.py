@@ -178,7 +178,8 @@ class Endpoint:
 
     def status(self) -> str:
         """For a progress bar: what is waited for."""
-        return f"{self.tally['waiting']} requests under way, {self.tally['retries']} retries"
+        return (f"{self.tally['waiting']} requests under way, {self.tally['retries']} retries, "
+                f"{self.tally['faults']} faults")
 
     def take(self) -> dict[str, int]:
         """The tally since it was last taken."""

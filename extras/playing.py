@@ -47,14 +47,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def play(options: argparse.Namespace, folder: Path, tasks: list[Task], endpoint, agent: tuple) -> int:
-    """run(), once there are an agent and a folder."""
+    """run(), once there are an agent and a folder. A signal stops it; the same one once more ends it at once."""
     rank, world = dist.get_rank(), dist.get_world_size()
     sampler, chat, caps, described = agent
     attempts = on_first(lambda: claim(folder, describe(options, tasks, described, caps)))
     log, began, told, refusal = Log(folder), {}, [], ""
     asked = [endpoint, sampler if options.agent_url else None]  # of this rank
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # the second time it ends at once
-        signal.signal(number, lambda number, _: (told.append(number), signal.signal(number, signal.SIG_DFL)))
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # which nohup asks for
+            signal.signal(number, lambda number, _: (told.append(number), signal.signal(number, signal.SIG_DFL)))
 
     def first(group: int, k: int) -> int | None:
         began[group, k] = now()
