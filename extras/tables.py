@@ -5,6 +5,7 @@ import glob
 import io
 import json
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 
 from extras.paper import COLUMNS, GAINS, SPREAD, TABLE_2, TABLE_4
@@ -34,56 +35,95 @@ def grid(rows: list[list[str]], form: str = "text") -> str:
 # ------------------------------------------------------------------------------------------------------------ table
 
 
-def spread(values: list[float], places: int = 1, sign: str = "") -> str:
-    """Mean and sample standard deviation of percentages."""
-    sd = f" ±{statistics.stdev(values):.{places}f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):{sign}.{places}f}{sd}"
-
-
-def seed_table(patterns: list[str], form: str = "text", paper: int = 2, unseen: bool = False,
-               anyway: bool = False) -> str:
+def seed_table(patterns: list[str], form: str = "text", paper: int = 2, unseen: bool = False, anyway: bool = False,
+               brief: bool = False) -> str:
     """Each pattern's folders are the seeds of an arm: pass@1 by domain, averages, and gains by seed over one arm.
 
-    The paper's rows stand below; what either side has no figure for is "not run". Raises ResultsError for patterns that
-    match no results, results that are not complete, or such as can't be compared (unless anyway).
+    The paper's rows stand below, of all tasks; what either side has no figure for is "not run" (brief: a domain that
+    none of ours has is left out). As CSV: a line for each figure. Raises ResultsError for patterns that match no
+    results, results that are not complete, or such as can't be compared (unless anyway).
     """
     arms = {pattern: arm(pattern) for pattern in dict.fromkeys(patterns)}
     every = [results for seeds in arms.values() for results in seeds]
-    for results in every[1:]:
-        must_match(every[0], results, anyway)
+    unlike = [f"{every[0].folder} and {results.folder} differ: {line}" for results in every[1:]
+              for line in must_match(every[0], results, anyway)]
+    if unseen and (unknown := [str(results.folder) for results in every if not results.run["seen_known"]]):
+        raise ResultsError(f"--unseen: it is not known which tasks the model of {unknown[0]} was trained on")
     shares = {pattern: [domain_shares(results, unseen) for results in seeds] for pattern, seeds in arms.items()}
-    more = sorted({domain for rows in shares.values() for row in rows for domain in row} - set(COLUMNS))
-    domains = [*more, *COLUMNS]
+    ran = {domain for rows in shares.values() for row in rows for domain in row}
+    more = sorted(ran - set(COLUMNS))
+    domains = [*more, *(domain for domain in COLUMNS if domain in ran or not brief)]
     common = [d for d in domains if all(d in row for rows in shares.values() for row in rows)]
     if not common:
         raise ResultsError("these results have no domain in common" + " with unseen tasks" * unseen)
-    whole = set(COLUMNS) <= set(common)
+    lines = [Line(pattern, len(rows), {d: [row[d] for row in rows] for d in domains if all(d in row for row in rows)},
+                  [statistics.fmean(row[d] for d in common) for row in rows],
+                  [statistics.fmean(row[d] for d in COLUMNS) for row in rows] if set(COLUMNS) <= set(common) else [])
+             for pattern, rows in shares.items()]
+    lines += paper_lines(paper, unseen)
+    gained = gains(arms, {line.name: line.average for line in lines}) + paper_gains() * (paper == 2)
+    if form == "csv":
+        return grid([["row", "seeds", "figure", "mean", "sd"], *(row for line in lines for row in line.tidy(common)),
+                     *([name, str(len(each)), "gain", *figures(list(each.values()))] for name, each in gained)], form)
     head = ["pass@1, %" + ", unseen tasks" * unseen, "seeds", *(COLUMNS.get(d, d) for d in domains),
-            "Avg" if whole and not more else f"Avg of {len(common)}", *(["Avg of the paper's"] if more else [])]
-    rows = [head]
-    for pattern, seeds in shares.items():
-        cells = [spread([row[d] for row in seeds]) if all(d in row for row in seeds) else NONE for d in domains]
-        average = spread([statistics.fmean(row[d] for d in common) for row in seeds], 2)
-        papers = spread([statistics.fmean(row[d] for d in COLUMNS) for row in seeds], 2) if whole else NONE
-        rows.append([pattern, str(len(seeds)), *cells, average, *([papers] if more else [])])
-    rows += paper_rows(paper, domains, bool(more))
-    out = [grid(rows, form)]
-    if form != "csv":
-        out += gains(arms, shares, common)
-    return "\n".join(out)
+            f"mean of {len(common)}", "Avg of the paper's 9"]
+    rows = [[line.name, str(line.seeds), *(spread(line.shares.get(d, [])) for d in domains),
+             spread(line.average, 2), spread(line.papers, 2)] for line in lines]
+    notes = [f"±: sample standard deviation over seeds; mean of {len(common)}: over what all arms here have, "
+             + ", ".join(common)]
+    return "\n".join([*unlike, *[""] * bool(unlike), grid([head, *rows], form), "", *notes, *(
+        f"{name}: {spread(list(each.values()), 2, '+')}"
+        + "  (" + ", ".join(f"{key}: {gain:+.2f}" for key, gain in each.items()) + ")" if each else
+        f"{name}: no gains by seed, for their seeds are not matched" for name, each in gained)])
 
 
-def paper_rows(number: int, domains: list[str], more: bool) -> list[list[str]]:
-    rows = []
-    for name, figures in (TABLE_2 if number == 2 else TABLE_4).items():
-        known = dict(zip(COLUMNS, figures)) if number == 2 else {"tau2:telecom": figures[1]}
-        average = f"{figures[-1]:.1f}" if number == 2 else f"{figures[0]:.2f}"
-        if name in SPREAD and number == 2:
-            average = "{:.2f} ±{:.2f}".format(*SPREAD[name])
-        cells = [f"{known[d]:.1f}" if d in known else NONE for d in domains]
-        seeds = "3" if name in SPREAD and number == 2 else "1"
-        rows.append([f"paper, {name}", seeds, *cells, *([NONE, average] if more else [average])])
-    return rows
+@dataclass
+class Line:
+    """A row of the table: percentages of each seed, or of the paper's mean alone, with its deviation."""
+
+    name: str
+    seeds: int
+    shares: dict[str, list[float]]  # by domain
+    average: list[float]            # over what all arms have in common; [] where that is not the paper's
+    papers: list[float]             # over the paper's nine; [mean, deviation] in a line of the paper's, see Stated
+
+    def tidy(self, common: list[str]) -> list[list[str]]:
+        cells = self.shares | {f"mean of {', '.join(common)}": self.average, "Avg of the paper's 9": self.papers}
+        return [[self.name, str(self.seeds), name, *figures(values)] for name, values in cells.items() if values]
+
+
+class Stated(list):
+    """A mean and a deviation that the paper states, where its seeds are not known."""
+
+
+def spread(values: list[float], places: int = 1, sign: str = "") -> str:
+    """Mean and sample standard deviation."""
+    mean, sd = figures(values, f"{sign}.{places}f")
+    return f"{mean} ±{sd}" if sd else mean or NONE
+
+
+def figures(values: list[float], form: str = ".2f") -> tuple[str, str]:
+    """Mean and sample standard deviation, "" where there is none."""
+    if isinstance(values, Stated):
+        return f"{values[0]:{form}}", f"{values[1]:{form}}"
+    return (f"{statistics.fmean(values):{form}}" if values else "",
+            f"{statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else "")
+
+
+def paper_lines(number: int, unseen: bool) -> list[Line]:
+    mark, lines = ", all tasks" * unseen, []
+    for name, row in (TABLE_2 if number == 2 else TABLE_4).items():
+        known = dict(zip(COLUMNS, row, strict=False)) if number == 2 else {"tau2:telecom": row[1]}
+        average = [row[-1]] if number == 2 else [row[0]]
+        runs = number == 2 and name in SPREAD
+        lines.append(Line(f"paper, {name}{mark}", 3 if runs else 1, {d: [x] for d, x in known.items()}, [],
+                          Stated(SPREAD[name]) if runs else average))
+    return lines
+
+
+def paper_gains() -> list[tuple[str, dict[str, float]]]:
+    return [(f"paper, {size} FACA - Interactive GRPO", {f"s{i}": gain for i, gain in enumerate(each, 1)})
+            for size, each in GAINS.items()]
 
 
 def arm(pattern: str) -> list[Results]:
@@ -103,27 +143,22 @@ def domain_shares(results: Results, unseen: bool) -> dict[str, float]:
     return out
 
 
-def gains(arms: dict[str, list[Results]], shares: dict[str, list[dict]], common: list[str]) -> list[str]:
-    """Of each arm over Interactive GRPO's (else the last), by seed: the training seed, or else the folder's name."""
-    named = [r.run["training"].get("seed") for seeds in arms.values() for r in seeds]
-    by_seed = None not in named
-    keys = {pattern: [r.run["training"]["seed"] if by_seed else r.folder.name for r in seeds]
-            for pattern, seeds in arms.items()}
-    means = {pattern: dict(zip(keys[pattern], [statistics.fmean(row[d] for d in common) for row in rows]))
-             for pattern, rows in shares.items()}
-    outcome = [p for p, seeds in arms.items() if {r.run["training"].get("method") for r in seeds} == {"grpo"}]
-    base, lines = [*means, *outcome][-1], [""]
-    for pattern in [pattern for pattern in means if pattern != base]:
-        both = [key for key in means[pattern] if key in means[base]]
-        each = [means[pattern][key] - means[base][key] for key in both]
-        if not both or len(means[pattern]) < len(keys[pattern]) or len(means[base]) < len(keys[base]):
-            lines.append(f"{pattern} - {base}: no gains by seed, the seeds are not matched")
-            continue
-        lines.append(f"{pattern} - {base}, by {'seed' if by_seed else 'folder'}: {spread(each, 2, '+')}  ("
-                     + ", ".join(f"{key}: {gain:+.2f}" for key, gain in zip(both, each)) + ")")
-    lines += [f"paper, {size} FACA - Interactive GRPO: {spread(list(each), 2, '+')}  ("
-              + ", ".join(f"s{i}: {gain:+.2f}" for i, gain in enumerate(each, 1)) + ")" for size, each in GAINS.items()]
-    return lines
+def gains(arms: dict[str, list[Results]], averages: dict[str, list[float]]) -> list[tuple[str, dict]]:
+    """Of each arm over Interactive GRPO's (else the last): (name, seed -> gain, {} where seeds are not matched).
+
+    A seed is the training run's, or the folder's name where that is not known.
+    """
+    by_seed = all("seed" in r.run["training"] for seeds in arms.values() for r in seeds)
+    keys = {name: [r.run["training"]["seed"] if by_seed else r.folder.name for r in seeds]
+            for name, seeds in arms.items()}
+    outcome = [name for name, seeds in arms.items() if {r.run["training"].get("method") for r in seeds} == {"grpo"}]
+    base, out = [*arms, *outcome][-1], []
+    for name in [name for name in arms if name != base]:
+        mine, other = (dict(zip(keys[arm], averages[arm], strict=True)) for arm in (name, base))
+        matched = len(mine) == len(keys[name]) and len(other) == len(keys[base])
+        out.append((f"{name} - {base}, by {'seed' if by_seed else 'folder'}",
+                    {key: mine[key] - other[key] for key in mine if key in other} if matched else {}))
+    return out
 
 
 # ----------------------------------------------------------------------------------------------------------- curves

@@ -24,12 +24,13 @@ def tau2_results(results: Results, tasks: dict[str, Task], domain: str) -> dict:
     return {
         "timestamp": max((r.ended for r in records), default=""),
         "info": {
-            "git_commit": "", "num_trials": run["trials"], "max_steps": limits["steps"], "max_errors": limits["errors"],
+            "git_commit": run["made"].get("commit", ""), "num_trials": run["trials"],
+            "max_steps": limits["steps"], "max_errors": limits["errors"],
             "user_info": {"implementation": "faca", "llm": run["simulator"], "llm_args": None,
                           "global_simulation_guidelines": None},
             "agent_info": {"implementation": "faca", "llm": run["model"],
                            "llm_args": {"temperature": run["temperature"]}},
-            "environment_info": {"domain_name": domain.partition(":")[2], "policy": policy_of(records)},
+            "environment_info": {"domain_name": official(domain), "policy": policy_of(records)},
             "seed": run["seed"]},
         "tasks": [tau2_task(task) for task in mine],
         "simulations": [{
@@ -43,6 +44,11 @@ def tau2_results(results: Results, tasks: dict[str, Task], domain: str) -> dict:
 
 def policy_of(records: list[Result]) -> str:
     return next((m["content"] for r in records for m in r.messages if m["role"] == "system"), "")
+
+
+def official(domain: str) -> str:
+    """tau2's own name of a domain; another world keeps all of its name, for it is not tau2's."""
+    return domain.partition(":")[2] if domain.startswith(("tau2:", "tau3:")) else domain
 
 
 def short(task_id: str) -> str:

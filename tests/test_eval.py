@@ -42,7 +42,8 @@ def folder_of(path, rewards, domain="d", caps=(), seed=None, void=(), trials=Non
     run = {"model": str(path), "weights": "", "agent_url": "", "agent_extra": "", "env": domain, "tasks": tasks,
            "training": {} if seed is None else {"seed": seed}, "simulator": "scripted", "simulator_url": "",
            "simulator_extra": "", "judge": "", "caps": dict(caps), "limits": {domain: {}}, "temperature": 1.0,
-           "thinking": False, "trials": trials or len(rewards[0]), "seed": 0, "void_retries": 2}
+           "thinking": False, "trials": trials or len(rewards[0]), "seed": 0, "void_retries": 2,
+           "seen_known": seed is not None, "made": {}}
     (path / "run.json").write_text(json.dumps(run))
     log = Log(path)
     for i, row in enumerate(rewards):
@@ -117,7 +118,7 @@ def test_what_differs_is_refused_and_named_and_paired_anyway_on_request(tmp_path
     a = load_results(folder_of(tmp_path / "a", [[1, 1], [1, 0]]))
     fewer = load_results(folder_of(tmp_path / "b", [[1, 1]]))
     caps = load_results(folder_of(tmp_path / "c", [[1, 1], [1, 0]], caps={"errors": 3}))
-    for other, named in ((fewer, r"tasks: 1 others \(d/1\) \| 0 others"), (caps, r"caps: \{\} \| \{'errors': 3\}")):
+    for other, named in ((fewer, r"tasks: 1 others \(d/1\) \| 0 others"), (caps, r"caps: errors none \| errors 3")):
         with pytest.raises(ResultsError, match=named):
             E.compare(a, other)
     assert "differs: tasks: 1 others" in (text := E.compare(a, fewer, anyway=True))
@@ -135,16 +136,28 @@ def test_the_table_of_seeds_by_hand(tmp_path, monkeypatch):
     text = seed_table(["x/*", "y/*"])
     cells = {line.split("  ")[0]: re.split(r"\s{2,}", line) for line in text.splitlines()}
     assert cells["x/*"][1:6] == ["2", "not run", "not run", "75.0 ±35.4", "not run"]
-    assert cells["x/*"][-1] == "75.00 ±35.36"
+    assert cells["x/*"][-2:] == ["75.00 ±35.36", "not run"]
     assert cells["y/*"][4] == "37.5 ±17.7"
     assert "x/* - y/*, by seed: +37.50 ±53.03  (1: +0.00, 2: +75.00)" in text
-    assert cells["paper, 8B FACA"][2:] == [*(f"{x:.1f}" for x in TABLE_2["8B FACA"][:-1]), "40.57 ±1.04"]
-    assert "paper, 8B FACA - Interactive GRPO: +5.92 ±1.10" in text
-    assert text.splitlines()[0].split()[-2:] == ["of", "1"]
+    assert cells["paper, 8B FACA"][2:] == [*(f"{x:.1f}" for x in TABLE_2["8B FACA"][:-1]), "not run",
+                                           "40.57 ±1.04"]
+    assert "paper, 8B FACA - Interactive GRPO: +5.92 ±1.10  (s1: +4.67, s2: +6.33, s3: +6.75)" in text
+    assert "s1: +4.67" not in (four := seed_table(["x/*", "y/*"], paper=4)) and "paper, 8B lambda -0.5" in four
+    assert re.split(r"\s{2,}", text.splitlines()[0])[-2:] == ["mean of 1", "Avg of the paper's 9"]
     markdown, table = seed_table(["x/*", "y/*"], "markdown"), seed_table(["x/*", "y/*"], "csv")
-    assert {line.count("|") for line in markdown.splitlines() if line.startswith("|")} == {len(COLUMNS) + 4}
-    assert {len(row) for row in csv.reader(table.splitlines())} == {len(COLUMNS) + 3}
+    assert {line.count("|") for line in markdown.splitlines() if line.startswith("|")} == {len(COLUMNS) + 5}
+    rows = list(csv.reader(table.splitlines()))
+    assert rows[0] == ["row", "seeds", "figure", "mean", "sd"] and {len(row) for row in rows} == {5}
+    assert ["x/*", "2", "tau2:airline", "75.00", "35.36"] in rows
+    assert ["paper, 8B base", "1", "tau:airline", "20.00", ""] in rows
+    assert ["x/* - y/*, by seed", "2", "gain", "37.50", "53.03"] in rows
+    brief = seed_table(["x/*", "y/*"], brief=True).splitlines()
+    assert "tau2 Air" in brief[0] and "tau3" not in brief[0] and "not run" in brief[1]
     unseen = seed_table(["x/*"], unseen=True)
+    assert "paper, 8B FACA, all tasks" in unseen
+    with pytest.raises(ResultsError, match="it is not known which tasks the model of z was trained on"):
+        folder_of(tmp_path / "z", [[1, 0], [1, 0]], "tau2:airline")
+        seed_table(["z"], unseen=True)
     assert re.split(r"\s{2,}", unseen.splitlines()[1])[4] == "75.0 ±35.4"
 
 
