@@ -23,8 +23,9 @@ import eval as E
 import rollout as R
 from env import load_tasks, make_env
 from extras.paper import COLUMNS, TABLE_2
+from extras.playing import claim
 from extras.replay import digest, reason_of, replay
-from extras.results import Log, Result, Results, ResultsError, kept, load_results
+from extras.results import Log, Result, Results, ResultsError, complete, kept, load_results
 from extras.tables import grid, seed_table
 from extras.tiny import EXPERTS
 
@@ -353,6 +354,7 @@ def test_taus_metrics_give_the_same_figures_on_the_same_results(evaluated):
         assert all((sim.termination_reason == "user_stop") or sim.reward_info.reward == 0 for sim in found.simulations)
         calls = [c for sim in found.simulations for m in sim.messages for c in getattr(m, "tool_calls", None) or ()]
         assert {c.requestor for c in calls} == ({"assistant", "user"} if domain == "mini:telecom" else {"assistant"})
+        assert found.info.environment_info.domain_name == domain and found.info.num_trials == 2
     text = (results.folder / "tau2" / "mini-telecom.json").read_text()
     assert not re.search("strategy|reveal_piece|ask_clarification|change_mind", text)
 
@@ -455,10 +457,25 @@ def test_other_options_on_the_same_folder_are_refused_and_change_nothing(evaluat
     assert (tmp_path / "a" / "results.jsonl").read_bytes() == before
 
 
+def test_a_folder_can_be_given_more_trials_but_not_fewer(tmp_path):
+    folder = folder_of(tmp_path / "a", [[1, 0], [0, 0]], void=[(1, 1)])
+    run = json.loads((folder / "run.json").read_text())
+    assert claim(folder, run | {"trials": 3}) == {(0, 0): None, (0, 1): None, (1, 0): None, (1, 1): 1}
+    results = load_results(folder)
+    assert (results.run["trials"], results.expected, len(results.records)) == (3, 6, 4)
+    with pytest.raises(ResultsError, match="trials is 3 there, 2 here"):
+        claim(folder, run)
+    with pytest.raises(ResultsError, match="has 4 of 6 dialogues"):
+        complete(folder)
+
+
 def test_what_is_no_result_is_named_in_one_line(evaluated, tmp_path, monkeypatch, capsys):
     good, run, rows = evaluated[0] / "a", tmp_path / "run", plain(evaluated[0] / "a")
-    run.mkdir()
-    (run / "config.json").write_text("{}")
+    (run / "model").mkdir(parents=True)
+    for name in ("config.json", "metrics.jsonl"):
+        (run / name).write_text("{}")
+    assert main(monkeypatch, "run", "--model", run) == 2
+    assert f"it is a run folder of train.py; its model is '{run / 'model'}'" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     cases = [(tmp_path / "none", "no folder"), (tmp_path / "empty", "no folder of results"),
              (run, "eval.py run --model")]
