@@ -1,9 +1,11 @@
 """Many ranks as one: torchrun's processes, what they tell each other, and a step's dialogues played by all of them."""
 
+import ctypes
 import dataclasses
 import errno
 import os
 import resource
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -66,6 +68,8 @@ def start_processes() -> None:
     """
     on_gpu = torch.cuda.is_available()
     alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    if not alone and sys.platform == "linux":  # a torchrun that is killed would leave its ranks at work, with the GPUs
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:

@@ -1,6 +1,5 @@
 """eval.py: its figures by hand, and its commands on what an agent behind a loopback endpoint has left."""
 
-import contextlib
 import csv
 import json
 import os
@@ -8,7 +7,6 @@ import pathlib
 import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -377,15 +375,10 @@ def test_compare_and_table_read_what_run_has_written(evaluated, monkeypatch, cap
 # ------------------------------------------------------------------------------------------------- killed, and failing
 
 
-def kill_all(word):
-    """SIGKILL to all processes whose command line has the word: torchrun's ranks outlive their parent."""
-    for path in pathlib.Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if word in (path / "cmdline").read_text():
-                os.kill(int(path.name), signal.SIGKILL)
-    while any(word in line for line in subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True)
-              .stdout.splitlines() if line[0] != "Z"):
-        time.sleep(0.02)
+def processes(word):
+    """Those whose command line has the word."""
+    listed = subprocess.run(["ps", "-eo", "stat,args"], capture_output=True, text=True).stdout
+    return [line for line in listed.splitlines() if word in line and line[0] != "Z"]
 
 
 def without_times(folder):
@@ -409,12 +402,14 @@ def test_a_run_that_is_killed_again_and_again_loses_and_repeats_nothing(evaluate
         for head, more in ((ranks, 30), ([], 20), ([], 20)):
             before = (out / "results.jsonl").read_bytes().count(b"\n") if out.exists() else 0
             process = subprocess.Popen([sys.executable, *head, *arguments], cwd=ROOT, env=ENVIRONMENT,
-                                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+                                       stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
             while process.poll() is None and (not (out / "results.jsonl").exists() or len(
                     (out / "results.jsonl").read_bytes().splitlines()) < before + more):
                 time.sleep(0.02)
-            kill_all(str(out))
-            assert process.wait() == -signal.SIGKILL
+            process.kill()
+            process.wait()
+            while processes(str(out)):  # torchrun's ranks are told by the kernel, and end what they have under way
+                time.sleep(0.02)
             with (out / "results.jsonl").open("ab") as file:
                 file.write(b'{"task": "mini:')  # what a kill in mid-write leaves
             assert load_results(out).torn == 1
