@@ -176,13 +176,15 @@ def show(results: Results) -> str:
                  * (run["trials"] > 1))
     failed = {title: [r for r in some.records if not r.solved] for title, some in scopes.items()}
     names = [name for name, _ in Counter(r.reason for r in failed[""]).most_common()]
-    lines += ["", grid([["why not solved", *(f"dialogues{title}" for title in scopes), "share of failures"],
-                        *([name, *(str(sum(r.reason == name for r in rows)) for rows in failed.values()),
-                           f"{sum(r.reason == name for r in failed['']) / len(failed['']):.1%}"] for name in names)])]
-    reached = sum("authority" in r.errors for r in failed[""])
-    lines += [f"in {reached} of these the agent called a tool that is the user's (authority errors)", "",
-              table({title.strip() or "all": figures(some.records, some.tries) for title, some in scopes.items()},
-                    ("", "user turns, by label", "dialogues, by ending"))]
+    if names:
+        reached = sum("authority" in r.errors for r in failed[""])
+        lines += ["", grid([["why not solved", *(f"dialogues{title}" for title in scopes), "share of failures"],
+                            *([name, *(str(sum(r.reason == name for r in rows)) for rows in failed.values()),
+                               f"{sum(r.reason == name for r in failed['']) / len(failed['']):.1%}"]
+                              for name in names)]),
+                  f"in {reached} of these the agent called a tool that is the user's (authority errors)"]
+    lines += ["", table({title.strip() or "all": figures(some.records, some.tries) for title, some in scopes.items()},
+                        ("", "user turns, by label", "dialogues, by ending"))]
     if results.tries:
         lines += ["", f"{len(results.tries)} void dialogues were played again: " + ", ".join(
             f"{stop} {n}" for stop, n in Counter(r.stop for r in results.tries).items())]
@@ -371,6 +373,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     one = command("curves", lambda o: print(curves(o.runs)), "held-out pass@1 along training, arms compared by seed")
     one.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py")
     options = parser.parse_args(argv)
+    if getattr(options, "seed", 0) < 0:
+        fail(f"--seed must be at least 0, is {options.seed}")
     if options.command == "run":
         check(options)
     return options
@@ -412,6 +416,9 @@ def main() -> None:
         code = options.function(options)
     except (UsageError, EnvError, PolicyError, EndpointError, NotImplementedError) as error:
         fail(str(error))
+    except KeyboardInterrupt:  # where there is nothing to be kept yet
+        print("eval.py: stopped", file=sys.stderr)
+        code = 130
     except OSError as error:
         print(f"eval.py: {error}", file=sys.stderr)
         sys.stderr.flush()

@@ -67,14 +67,17 @@ def start_processes() -> None:
     closed.
     """
     on_gpu = torch.cuda.is_available()
-    alone = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    if not alone and sys.platform == "linux":  # a torchrun that is killed would leave its ranks at work, with the GPUs
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+    store, rank, world = dist.HashStore(), 0, 1
+    if "RANK" in os.environ:
+        if sys.platform == "linux":  # a torchrun that is killed would leave its ranks at work, with the GPUs
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))  # to find each other, alone
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
         torch.set_num_threads(1)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(days=7), **alone)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(days=7), store=store,
+                            rank=rank, world_size=world)
 
 
 def all_gather(value) -> list:

@@ -10,9 +10,11 @@ that a kill has cut in two is the last one: whoever reads leaves it out and says
 
 import fcntl
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime
 from pathlib import Path
 
 from extras.ranks import UsageError
@@ -80,15 +82,19 @@ def read_run(folder: Path) -> dict:
     """run.json. Raises ResultsError, one line, where there is none of this version."""
     path = folder / "run.json"
     if not path.is_file():
+        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        trained = "config.json" in names and "tokenizer_config.json" not in names  # a model's folder has both
         hint = ("a run folder of train.py: evaluate its model with `python eval.py run --model "
-                f"{folder / 'model'} --out DIR`, and name DIR" if (folder / "config.json").is_file() else
+                f"{folder / 'model'} --out DIR`, and name DIR" if trained else
                 "no folder of results" if folder.is_dir() else "no folder")
         raise ResultsError(f"{folder} is {hint}" + ("" if "DIR" in hint else "; those are what `eval.py run` makes"))
     try:
         run = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise ResultsError(f"{path} can't be read ({type(error).__name__})") from None
-    if not of_kinds(run, RUN) or not run["tasks"] or not all(of_kinds(t, TASK) for t in run["tasks"].values()):
+    if not (of_kinds(run, RUN) and run["tasks"] and all(of_kinds(t, TASK) for t in run["tasks"].values())
+            and run["trials"] > 0 and {t["domain"] for t in run["tasks"].values()} == run["limits"].keys()
+            and all(isinstance(value, str | int | float) for value in run["training"].values())):
         raise ResultsError(f"{path} is not what `eval.py run` of this version writes")
     return run
 
@@ -107,8 +113,11 @@ def load_results(folder: str | Path) -> Results:
                     break
                 record = parse_rollout(line, Result)
                 known = 0 <= record.group < len(order) and 0 <= record.k < run["trials"]
-                if not known or record.task != order[record.group]:
+                if not known or record.task != order[record.group] or (
+                        record.domain != run["tasks"][record.task]["domain"]):
                     raise RolloutFileError(f"of a task or trial that {folder / 'run.json'} does not have")
+                if not whole(record):
+                    raise RolloutFileError("damaged")
                 before = last.pop((record.group, record.k), None)
                 if before and not before.void:
                     raise RolloutFileError("a second result of one task and trial")
@@ -121,11 +130,26 @@ def load_results(folder: str | Path) -> Results:
     return Results(folder, run, [last[place] for place in sorted(last)], tries, torn)
 
 
+def whole(record: Result) -> bool:
+    """Whether what is free in form is as a dialogue leaves it, so that whoever reads it need not ask."""
+    own = [p for p in record.private if "tool" in p]
+    try:
+        calls = [call for m in record.messages for call in m.get("tool_calls", ()) if "malformed" not in call]
+        [datetime.fromisoformat(time) for time in (record.began, record.ended) if time]
+        return (math.isfinite(record.reward) and all(isinstance(p["turn"], int) for p in record.private)
+                and all(isinstance(m["role"], str) and isinstance(m["content"], str) for m in record.messages)
+                and all({"name", "arguments"} <= call["function"].keys() for call in calls)
+                and all("arguments" in p and isinstance(p["result"], str) for p in own))
+    except (LookupError, TypeError, ValueError, AttributeError):
+        return False
+
+
 class Log:
     """results.jsonl, which all ranks write to, line by line, under a lock."""
 
     def __init__(self, folder: Path):
-        self.file = (folder / "results.jsonl").open("ab+", buffering=0)
+        self.path = folder / "results.jsonl"
+        self.file = self.path.open("ab+", buffering=0)
         self.seen: dict[tuple[int, int], tuple[bool, bool]] = {}
         self.read, self.solved, self.void = 0, 0, 0
 
@@ -136,6 +160,8 @@ class Log:
             self.cut()
             while line:  # a nearly full disk takes a part
                 line = line[self.file.write(line):]
+        except OSError as error:  # which a file that is open does not name
+            raise OSError(error.errno, error.strerror, str(self.path)) from None
         finally:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 

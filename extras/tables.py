@@ -62,15 +62,19 @@ def seed_table(patterns: list[str], form: str = "text", paper: int = 2, unseen: 
              for pattern, rows in shares.items()]
     lines += paper_lines(paper, unseen)
     gained = gains(arms, {line.name: line.average for line in lines}) + paper_gains() * (paper == 2)
+    counted = [results.among(unseen=unseen) for results in every]
+    missing = [(r.folder, n, r.expected) for r in counted if (n := sum(record.void for record in r.records))]
     if form == "csv":
         return grid([["row", "seeds", "figure", "mean", "sd"], *(row for line in lines for row in line.tidy(common)),
+                     *([str(folder), "1", "missing", str(n), ""] for folder, n, _ in missing),
                      *([name, str(len(each)), "gain", *figures(list(each.values()))] for name, each in gained)], form)
     head = ["pass@1, %" + ", unseen tasks" * unseen, "seeds", *(COLUMNS.get(d, d) for d in domains),
             f"mean of {len(common)}", "Avg of the paper's 9"]
     rows = [[line.name, str(line.seeds), *(spread(line.shares.get(d, [])) for d in domains),
              spread(line.average, 2), spread(line.papers, 2)] for line in lines]
     notes = [f"±: sample standard deviation over seeds; mean of {len(common)}: over what all arms here have, "
-             + ", ".join(common)]
+             + ", ".join(common), *(f"missing: {folder} {n} of {expected}; they count as not solved"
+                                    for folder, n, expected in missing)]
     return "\n".join([*unlike, *[""] * bool(unlike), grid([head, *rows], form), "", *notes, *(
         f"{name}: {spread(list(each.values()), 2, '+')}"
         + "  (" + ", ".join(f"{key}: {gain:+.2f}" for key, gain in each.items()) + ")" if each else
@@ -174,7 +178,11 @@ def curves(runs: list[str]) -> str:
         values = [curve.get(name, float("nan")) for name in names]
         mean = statistics.fmean(list(curve.values())[1:] or curve.values())  # the first is where all runs start
         if set(curve) == set(names):  # a run that is not finished is shown, and compared with none
-            arms.setdefault(arm_of(config), {})[config["seed"]] = values[-1], mean
+            mine = arms.setdefault(arm_of(config), {})
+            if config["seed"] in mine:
+                raise ResultsError(f"{folder} is a second run of {arm_of(config)} with seed {config['seed']}: runs are "
+                                   "compared by arm and seed, so name one of them")
+            mine[config["seed"]] = values[-1], mean
         lines.append(f"{folder[-24:]:24}" + "".join(f"{value:10.3f}" for value in values) + f"{mean:8.3f}")
     base, *others = sorted(arms, key=lambda arm: arm != "grpo") or [""]
     for one in others:
