@@ -3,15 +3,18 @@
 A run of 120 steps x 128 rollouts has gigabytes of them. Chosen: the first step, the last, and steps evenly between; of
 each, whole groups, for a segment means something beside its neighbours alone: those of mixed rewards first, one place
 kept for a group of equal rewards. No file is read but those of the steps shown, and of these one group at a time.
+An evaluation is shown as a step whose groups are the trials of its tasks, without advantages.
 """
 
 import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from extras.results import Results
 from extras.show import RolloutFileError, read_rollouts
 from rollout import Rollout
 
@@ -100,8 +103,8 @@ def sampled(folder: Path, budget: float, texts: Texts,
     Each step has an even share of the budget, what those before it left included; it has one group at least, as long as
     there is budget at all. read() is called after each file.
     """
-    files, shown, faults, start, cut = step_files(folder), {}, [], texts.size, texts.cut
-    spent = sizes = totals = 0
+    files, shown, faults, cut = step_files(folder), {}, [], texts.cut
+    spent = totals = 0
     steps = chosen_steps(list(files))
     for number, step in enumerate(steps, 1):
         if spent >= budget:
@@ -112,18 +115,10 @@ def sampled(folder: Path, budget: float, texts: Texts,
         except RolloutFileError as error:
             faults.append(f"step {step} is not shown: {error}")
             continue
-        shown[step], totals = [], totals + total
-        for records in groups:
-            try:
-                group = group_of(records, texts)
-            except (LookupError, TypeError, AttributeError) as error:  # messages are free in form
-                faults.append(f"group {records[0].group} of step {step} is damaged ({type(error).__name__}: {error})")
-                continue
-            shown[step].append(group)
-            sizes += size_of(group)
-            spent = sizes + texts.size - start
-            if spent >= budget * number / len(steps):
-                break
+        totals += total
+        shown[step], size, damaged = within(groups, budget * number / len(steps) - spent, texts)
+        spent += size
+        faults += [f"{fault} (step {step})" for fault in damaged]
     shown = {step: shown[step] for step in sorted(shown) if shown[step]}
     left_out = f"{len(shown)} of {len(files)} steps are shown" if files else "it has no rollouts"
     if shown:
@@ -132,6 +127,41 @@ def sampled(folder: Path, budget: float, texts: Texts,
     if texts.cut > cut:
         left_out += f"; {texts.cut - cut:,} tool calls or results are cut at {LONG:,} characters"
     return [{"step": step, "groups": groups} for step, groups in shown.items()], left_out, faults
+
+
+def within(groups: list[list[Rollout]], budget: float, texts: Texts) -> tuple[list[dict], int, list[str]]:
+    """The first groups, one at least, until they take budget bytes; how many they take; and what is damaged."""
+    shown, faults, size, start = [], [], 0, texts.size
+    for records in groups:
+        try:
+            shown.append(group_of(records, texts))
+        except (LookupError, TypeError, AttributeError) as error:  # messages are free in form
+            faults.append(f"group {records[0].group} is damaged ({type(error).__name__}: {error})")
+            continue
+        size += size_of(shown[-1])
+        if size + texts.size - start >= budget:
+            break
+    return shown, size + texts.size - start, faults
+
+
+def judged(results: Results, hardest: dict[str, int], budget: float, texts: Texts) -> tuple[list[dict], str, list[str]]:
+    """As sampled(), of an evaluation: one step, a group of trials for each task, those with most failures first.
+
+    hardest: the place of each task, so that where there are too many all evaluations show the same.
+    """
+    groups = [list(records) for _, records in itertools.groupby(results.records, lambda record: record.group)]
+    shown, _, faults = within(sorted(groups, key=lambda records: hardest[records[0].task]), budget, texts)
+    shown.sort(key=lambda group: group["solved"] - len(group["rollouts"]))
+    left_out = "" if len(shown) == len(groups) else (
+        f"{len(shown)} of {len(groups)} tasks are shown, those with most failures in all evaluations")
+    return [{"step": 0, "groups": shown}] if shown else [], left_out, faults
+
+
+def by_failures(every: list[Results]) -> dict[str, int]:
+    """Tasks of all evaluations, the one with most failures first: the place of each."""
+    failed = Counter(record.task for results in every for record in results.records if not record.solved)
+    tasks = dict.fromkeys(record.task for results in every for record in results.records)
+    return {task: place for place, task in enumerate(sorted(tasks, key=lambda task: -failed[task]))}
 
 
 def group_of(records: list[Rollout], texts: Texts) -> dict:
@@ -152,6 +182,7 @@ def dialogue(record: Rollout, texts: Texts) -> dict:
     out = {"k": record.k, "reward": rounded(record.reward), "stop": record.stop, "void": record.void,
            "outcome": rounded(record.outcome_advantage), "errors": record.errors, "segments": segments,
            "fault": next((p["fault"] for p in record.private if "fault" in p), "")}
+    out |= {"reason": record.reason} if getattr(record, "reason", "") else {}
     turn, last, waiting = 0, None, []
     for message in record.messages:
         role, text = message["role"], message["content"]

@@ -40,12 +40,18 @@ const group = () => step().groups[at.group];
 const solved = (rollout) => rollout.reward === 1 && !rollout.void;
 const visible = () => group().rollouts.filter((rollout) => at.rollout === "all" || rollout.k === at.rollout);
 const ending = (rollout) => ENDINGS[rollout.stop] ?? rollout.stop;
-const shortTask = (task) => task.split("/").slice(-1)[0];
+const evaluation = () => run().evaluation === true;  // its dialogues are trials of a task; nothing is trained on them
+const what = () => (evaluation() ? "Trial" : "Rollout");
+const worldOf = (task) => task.split("/").slice(0, -1).join("/");
 
-function groupLabel(g) {
-  const n = g.rollouts.length;
-  return `${shortTask(g.task)}: ${g.solved} of ${n} solved${g.mixed ? "" : ", all alike"}`;
+function groupLabel(g, _, groups) {
+  const one = groups.every((other) => worldOf(other.task) === worldOf(g.task));
+  const name = one ? g.task.split("/").at(-1) : g.task;
+  return `${name}: ${g.solved} of ${g.rollouts.length} solved${g.mixed || evaluation() ? "" : ", all alike"}`;
 }
+
+// One whose rewards differ; of an evaluation, the one with most failures, which stands first.
+const firstGroup = () => (evaluation() ? 0 : Math.max(0, step().groups.findIndex((g) => g.mixed)));
 
 function fill(select, labels, chosen) {
   select.replaceChildren(...labels.map((label, i) => el("option", {value: i}, label)));
@@ -67,7 +73,16 @@ function choose(change) {
   if (!("turn" in change)) at.turn = 0;
   render();
   const place = {run: run().name, step: step().step, group: group().group, rollout: at.rollout};
-  history.replaceState(null, "", `#${new URLSearchParams(at.turn ? {...place, turn: at.turn} : place)}`);
+  remember(new URLSearchParams(at.turn ? {...place, turn: at.turn} : place));
+}
+
+// Puts the place among the dialogues (of a page's other hashes, nothing) and the chosen metric into the address.
+function remember(place) {
+  const metric = byId("metric")?.value;
+  if (!place.has("run")) place = new URLSearchParams();
+  if (metric) place.set("metric", metric);
+  else place.delete("metric");
+  history.replaceState(null, "", `#${place}`);
 }
 
 function follow(hash) {
@@ -76,7 +91,7 @@ function follow(hash) {
   if (!asked.has("run")) return false;
   at.run = place(data.runs, (r) => r.name === asked.get("run"));
   at.step = place(run().steps, (s) => s.step === Number(asked.get("step")));
-  at.group = place(step().groups, (g) => g.group === Number(asked.get("group")));
+  at.group = asked.has("group") ? place(step().groups, (g) => g.group === Number(asked.get("group"))) : firstGroup();
   const k = Number(asked.get("rollout") || NaN);
   at.rollout = group().rollouts.some((r) => r.k === k) ? k : "all";
   at.turn = Number(asked.get("turn")) || 0;
@@ -124,6 +139,7 @@ function parts(outcome, process) {
 }
 
 function credit(rollout, segment, q) {
+  if (evaluation()) return "";
   if (segment.total === null) return el("p", {class: "credit muted"}, "no advantage was computed");
   const process = segment.total - rollout.outcome, {seen, mean, sd} = reactionsAt(q);
   const predicted = sd && segment.reaction !== null ? run().lam * (segment.reaction - mean) / sd : 0;
@@ -183,12 +199,12 @@ function turnRow(q, width) {
   const {seen, mean, sd} = reactionsAt(q);
   const chips = group().rollouts.filter((r) => r.segments[q]).map((r) => {
     const f = r.segments[q].reaction;
-    const name = `rollout ${r.k}: ${f === null ? "no user turn" : signed(f, 0)}`;
+    const name = `${what().toLowerCase()} ${r.k}: ${f === null ? "no user turn" : signed(f, 0)}`;
     return el("button", {type: "button", class: "dot", "data-k": r.k, "data-sign": signOf(f ?? 0), title: name,
       "aria-label": name, "aria-pressed": String(at.rollout === r.k)}, `${r.k}: ${f === null ? "–" : signed(f, 0)}`);
   });
-  const alike = seen.length > 1 && sd === 0 ? ": no difference, no process credit" : "";
-  const says = seen.length ? `mean ${signed(mean)}, sd ${sd.toFixed(2)}${alike}` : "no user turn followed";
+  const alike = seen.length > 1 && sd === 0 && run().lam ? ": no difference, no process credit" : "";
+  const says = evaluation() ? "" : seen.length ? `mean ${signed(mean)}, sd ${sd.toFixed(2)}${alike}` : "no user turn followed";
   return el("tr", {class: "turn", id: `turn-${q + 1}`},
     el("th", {colspan: width, scope: "colgroup"}, el("div", {},
       el("a", {href: "#", "data-turn": q + 1, title: "link to this turn"}, `Turn ${q + 1}`),
@@ -200,10 +216,11 @@ function head(rollout) {
   const unsolved = rollout.void ? "void" : rollout.reward > 0 ? `✗ reward ${rollout.reward}` : "✗ not solved";
   const verdict = solved(rollout) ? "✓ solved" : unsolved;
   return el("th", {scope: "col"},
-    el("p", {class: "name"}, `Rollout ${rollout.k} `,
+    el("p", {class: "name"}, `${what()} ${rollout.k} `,
       el("span", {class: "verdict", "data-solved": String(solved(rollout))}, verdict)),
-    el("p", {class: "hint"}, `${ending(rollout)}; outcome part ${signed(rollout.outcome)}`
+    el("p", {class: "hint"}, ending(rollout) + (evaluation() ? "" : `; outcome part ${signed(rollout.outcome)}`)
       + (errors ? `; errors: ${errors}` : "")),
+    rollout.reason ? el("p", {}, el("b", {}, "Failed: "), rollout.reason) : "",
     rollout.fault ? el("p", {class: "hint"}, rollout.fault) : "");
 }
 
@@ -239,10 +256,35 @@ function grid() {
 
 // -------------------------------------------------------------------------------------------------------- render
 
+// What training makes of a group, in this arm; or why trials failed.
+function lesson(g) {
+  if (evaluation()) {
+    const reasons = g.rollouts.map((r) => r.reason).filter(Boolean);
+    const counts = [...new Set(reasons)].map((name) => `${name} (${reasons.filter((r) => r === name).length})`);
+    return counts.length ? `Failed: ${counts.join(", ")}.` : "";
+  }
+  const {lam, control} = run(), reactions = control === "none" ? "reactions" : `reactions (${control} control)`;
+  const which = `${g.mixed ? "Rewards differ" : "All ended alike"}: `;
+  if (g.mixed && lam) {
+    return `${which}the outcome part tells good rollouts from bad ones, the process part, from the users' ${reactions}, `
+      + "tells their turns apart.";
+  }
+  if (g.mixed) {
+    return `${which}the outcome part tells good rollouts from bad ones. This arm uses no reactions, so all turns of a `
+      + "rollout get the same.";
+  }
+  return which + (lam ? `the outcome part is 0, and only the users' ${reactions} can tell one turn from another.`
+    : "the outcome part is 0, and as this arm uses no reactions, nothing is learned from this group.");
+}
+
 function render() {
-  fill(byId("run"), data.runs.map((r) => `${r.name} (${r.arm})`), at.run);
+  fill(byId("run"), data.runs.map((r) => (r.name === r.arm ? r.name : `${r.name} (${r.arm})`)), at.run);
   fill(byId("step"), run().steps.map((s) => String(s.step)), at.step);
   fill(byId("group"), step().groups.map(groupLabel), at.group);
+  byId("step").closest(".field").hidden = evaluation();
+  for (const guide of document.querySelectorAll(".guide")) {
+    guide.hidden = guide.classList.contains("evaluation") !== evaluation();
+  }
   for (const button of document.querySelectorAll("[data-move]")) {
     const many = button.dataset.move === "step" ? run().steps.length : step().groups.length;
     const next = at[button.dataset.move] + Number(button.dataset.by);
@@ -250,12 +292,10 @@ function render() {
   }
   const names = [["all", "All"], ...group().rollouts.map((r) => [r.k, `${r.k} ${solved(r) ? "✓" : "✗"}`])];
   const focused = document.activeElement, inTurn = focused.closest(".turn")?.id;  // what has it is made anew
-  byId("rollouts").replaceChildren(el("legend", {}, "Rollout"), ...names.map(([k, label]) => el("button",
+  byId("rollouts").replaceChildren(el("legend", {}, what()), ...names.map(([k, label]) => el("button",
     {type: "button", "data-k": k, "aria-pressed": String(at.rollout === k), class: k === "all" && "every"}, label)));
   const g = group(), n = g.rollouts.length;
-  byId("group-says").textContent = `Task ${g.task}, ${n} rollouts, ${g.solved} solved. ` + (g.mixed
-    ? "Rewards differ: the outcome part tells good rollouts from bad ones, the process part tells their turns apart."
-    : "All ended alike: the outcome part is 0, and only the users' reactions can tell one turn from another.");
+  byId("group-says").textContent = `Task ${g.task}, ${n} ${what().toLowerCase()}s, ${g.solved} solved. ${lesson(g)}`;
   byId("grid").replaceChildren(...grid());
   const again = focused.dataset.k && byId(inTurn ?? "rollouts")?.querySelector(`[data-k="${focused.dataset.k}"]`);
   if (again) {
@@ -306,19 +346,30 @@ function startCharts() {
   });
 }
 
-function start() {
-  startCharts();
+function showMetric(name) {
+  const chart = document.querySelector(`template[data-metric="${CSS.escape(name)}"]`);
+  byId("metric").value = chart ? name : "";
+  byId("metric-chart").hidden = !chart;
+  byId("metric-chart").replaceChildren(...(chart ? [chart.content.cloneNode(true)] : []));
+}
+
+function startMetrics() {
   byId("metric").addEventListener("change", (event) => {
-    const name = event.target.value, chart = document.querySelector(`template[data-metric="${CSS.escape(name)}"]`);
-    byId("metric-chart").hidden = !chart;
-    byId("metric-chart").replaceChildren(...(chart ? [el("h3", {}, name), chart.content.cloneNode(true)] : []));
+    showMetric(event.target.value);
+    remember(new URLSearchParams(location.hash.slice(1)));
   });
-  if (!data.runs.length) {
-    byId("group-says").textContent = "There are no rollouts to show.";
-    document.querySelector(".controls").hidden = true;
-    return;
-  }
-  at.group = Math.max(0, step().groups.findIndex((g) => g.mixed));
+  const followMetric = () => {
+    const asked = new URLSearchParams(location.hash.slice(1));
+    if (!asked.has("metric")) return;
+    showMetric(asked.get("metric"));
+    if (!asked.has("run")) document.querySelector(".metric").scrollIntoView();
+  };
+  followMetric();
+  addEventListener("hashchange", followMetric);
+}
+
+function startDialogues() {
+  at.group = firstGroup();
   const linked = follow(location.hash);
   if (narrow.matches && at.rollout === "all") at.rollout = group().rollouts[0].k;
   render();
@@ -344,4 +395,8 @@ function start() {
   });
 }
 
-start();
+if (byId("curves")) {
+  startCharts();
+  startMetrics();
+}
+if (byId("dialogues")) startDialogues();

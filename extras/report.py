@@ -16,19 +16,23 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from extras.browser import STEPS, Texts, as_json, sampled, step_files
+from extras.browser import STEPS, Texts, as_json, by_failures, judged, sampled, step_files
 from extras.charts import DASHES, lines, smooth, spread, stack
 from extras.paper import SPREAD, TABLE_2
 from extras.results import Results, ResultsError, load_results
 from extras.run import progress
 from extras.runs import (
-    KINDS, NAMES, ReportError, Run, arms_of, curves_of, equal_share, final, gains, is_number, mean_of, names_of,
-    percent, plus_minus, read_runs, signed, thirds, trained)
+    KINDS, NAMES, ReportError, Run, arms_evaluated, arms_of, curves_of, domain_mean, equal_share, final, gains,
+    held_out, is_number, mean_of, meanings, metric_keys, names_of, percent, plus_minus, read_runs, signed, thirds,
+    trained)
 from faca import REACTION
 
-BUDGET = 5e6  # bytes for the rollouts of all runs; a page of 120 steps x 128 rollouts stays under 10 MB
+BUDGET, EVALUATED = 5e6, 3e6  # bytes for the rollouts of all runs, of all evaluations; the page stays under 10 MB
 WINDOW = 5  # steps of the running mean, in runs of at least LONG_RUN
 LONG_RUN = 30
+PHASES = {"rl": "training by RL", "held_out": "evaluation on held-out tasks", "sft": "SFT"}
+OF_RUNS = {"summary": "arms compared", "curves": "learning curves", "dialogues": "dialogues"}  # by section
+FEW = 30  # dialogues: a share of fewer is shown in grey (chosen)
 LABELS = ("close", "confirm", "reveal_piece", "be_vague", "invalid", "ask_clarification", "challenge_solution",
           "change_mind")  # from +1 over 0 to -1, as they are stacked
 TELEMETRY = {"8B FACA": ("69.95 → 82.51", "86.16 → 82.50", "39.27", "36.00"), "14B FACA": ("", "", "31.04", "33.79")}
@@ -45,14 +49,22 @@ def tag(name: str, content: str, **attributes) -> str:
     return f"<{name}{shown}>{content}</{name}>"
 
 
-def table(title: str, head: list[str], rows: list[list[str]], caption: str, names: int = 1, kind: str = "") -> str:
-    """Rows of markup under a head of text; the first `names` columns are names; scrolls on its own where it is wide."""
-    cells = [tag("tr", "".join(tag("th", escape(name), scope="col", class_="name" if i < names else "")
-                               for i, name in enumerate(head)))]
-    body = [tag("tr", tag("th", row[0], scope="row") +
-                "".join(tag("td", cell, class_="name" if i < names else "") for i, cell in enumerate(row[1:], 1)),
-                class_="paper" if "(paper)" in row[0] else "") for row in rows]
-    whole = tag("table", tag("thead", "".join(cells)) + tag("tbody", "".join(body)), aria_label=title)
+def table(title: str, head: list[str], rows: list[list[str]], caption: str, names: int = 1, kind: str = "",
+          classes: list[str] | None = None) -> str:
+    """Rows of markup under a head of text; the first `names` columns are names; scrolls on its own where it is wide.
+
+    A row of one cell is a heading within the table. classes: of each row.
+    """
+    def line(row: list[str], look: str) -> str:
+        if len(row) == 1:
+            return tag("tr", tag("th", row[0], scope="rowgroup", colspan=len(head)))
+        cells = (tag("td", cell, class_="name" if i < names else "") for i, cell in enumerate(row[1:], 1))
+        return tag("tr", tag("th", row[0], scope="row") + "".join(cells), class_=look)
+
+    top = (tag("th", escape(name), scope="col", class_="name" if i < names else "") for i, name in enumerate(head))
+    looks = classes or ["paper" * ("(paper)" in row[0]) for row in rows]
+    body = "".join(map(line, rows, looks))
+    whole = tag("table", tag("thead", tag("tr", "".join(top))) + tag("tbody", body), aria_label=title)
     return tag("div", tag("div", whole, class_="scroll", tabindex=0, role="region", aria_label=title)
                + tag("p", escape(caption), class_="note"), class_=f"numbers {kind}".strip())
 
@@ -75,17 +87,17 @@ def tile(title: str, value: str, note: str, style: int | None = None) -> str:
                tag("dd", escape(value)) + tag("dd", escape(note), class_="hint"))
 
 
-def headline(every: list[Run], found: list[Results], names: dict[Path, str]) -> str:
+def headline(every: list[Run], evaluated: dict[str, list[Results]]) -> str:
     """pass@1 on held-out tasks: before RL, of each arm after it, its gains over Interactive GRPO; or results alone."""
     arms, tiles, begun = arms_of(trained(every) or every), [], []
     for i, (arm, members) in enumerate(arms.items()):
-        evaluated = [values for run in members if (values := run.values("held_out", "pass@1"))]
+        seen = [values for run in members if (values := run.values("held_out", "pass@1"))]
         done = [value for run in members if (value := final(run)) is not None]
-        begun += [values[min(values)] for values in evaluated if trained(members)]
-        values = done or [values[max(values)] for values in evaluated]
+        begun += [values[min(values)] for values in seen if trained(members)]
+        values = done or [values[max(values)] for values in seen]
         if values:
             count = f"{len(values)} seed{'s' * (len(values) > 1)}"
-            sd = f", ± {100 * statistics.stdev(values):.1f} (sample sd)" if len(values) > 1 else ""
+            sd = f", ± {percent(statistics.stdev(values))} (sample sd)" if len(values) > 1 else ""
             tiles.append(tile(arm, f"{percent(statistics.fmean(values))} %", count + sd + ", so far" * (not done), i))
     base, *others = arms or [""]
     for arm in others if base.startswith(NAMES["grpo"]) else []:
@@ -95,10 +107,19 @@ def headline(every: list[Run], found: list[Results], names: dict[Path, str]) -> 
     if begun:
         note = "where all arms start" if len(set(begun)) == 1 else "mean over runs"
         tiles.insert(0, tile("before RL", f"{percent(statistics.fmean(begun))} %", note))
-    if not every:
-        tiles = [tile(names[results.folder], f"{percent(sum(r.solved for r in results.records) / results.expected)} %",
-                      f"{results.expected} dialogues") for results in found]
+    for arm, members in evaluated.items() if not every else ():
+        values = [domain_mean(results) for results in members]
+        sd = f"{len(values)} seeds, ± {percent(statistics.stdev(values))} (sample sd), " if len(values) > 1 else ""
+        tiles.append(tile(arm, f"{percent(statistics.fmean(values))} %",
+                          f"{sd}{sum(results.expected for results in members)} dialogues"))
     return "".join(tiles) or tile("held-out tasks", "–", "no evaluation yet")
+
+
+def measured(every: list[Run]) -> str:
+    """What the numbers at the top are."""
+    if not every:
+        return "Tasks solved (pass@1) in evaluations:"
+    return f"Held-out tasks solved (pass@1) before RL and at the end of training, by {held_out(every)}:"
 
 
 def arms_table(runs: list[Run]) -> str:
@@ -118,9 +139,10 @@ def arms_table(runs: list[Run]) -> str:
     rows += [list(map(escape, row)) for row in PAPER]
     return table("Arms", ["arm", "seeds", "pass@1 before RL", "pass@1 after RL", "reactions +1", "process coverage",
                   "groups of equal reward", "process share of L1"], rows,
-                 "In percent. pass@1: held-out tasks solved, mean ± sample standard deviation over seeds that are "
-                 "finished (the paper's: average of nine domains, other tasks than here). Arrows: first third of the "
-                 "steps → last third. Process coverage: segments with a process part that is not 0.")
+                 f"In percent. pass@1: held-out tasks solved, by {held_out(trained(runs))}; mean ± sample standard "
+                 "deviation over seeds that are finished (the paper's: average of nine domains, other tasks than "
+                 "here). Arrows: first third of the steps → last third. Process coverage: segments with a process part "
+                 "that is not 0.")
 
 
 def runs_table(runs: list[Run]) -> str:
@@ -134,7 +156,8 @@ def runs_table(runs: list[Run]) -> str:
                      escape(config["env"]), escape(str(config.get("simulator", ""))),
                      percent(found[max(found)]) if found else "–"])
     return table("Runs", ["run", "arm", "seed", "λ", "control", "steps", "model", "tasks", "user", "last pass@1"], rows,
-                 "pass@1 in percent. Interactive GRPO is FACA without the process part (λ = 0).", names=2)
+                 f"pass@1 in percent, by {held_out(runs)}. Interactive GRPO is FACA without the process part (λ = 0).",
+                 names=2)
 
 
 def figure(title: str, charts: str, caption: str, paper: str = "", wide: bool = False) -> str:
@@ -208,56 +231,91 @@ def figures(runs: list[Run], bar: Callable) -> str:
              "36.00 % (8B), 33.79 % (14B); above the line in 6 and 1 of 120 steps", window=window, line_at=0.5)))
 
 
-def metric_keys(runs: list[Run]) -> list[tuple[str, str]]:
-    """(phase, key) of every numeric metric, in the order in which they appear."""
-    return list(dict.fromkeys((phase, key) for phase in ("rl", "held_out", "sft") for run in runs
-                              for row in run.rows[phase] for key, value in row.items()
-                              if is_number(value) and key not in ("step", "pass@1")))
-
-
 def metrics(runs: list[Run], keys: list[tuple[str, str]], bar: Callable) -> tuple[str, str]:
-    """A select of all metrics, and a template with the chart of each: inert until it is chosen."""
-    options, templates = {}, []
+    """A select of all metrics, and a template with each one's chart, arms and meaning: inert until it is chosen."""
+    options, templates, told = {}, [], meanings()
     for phase, key in keys:
         bar()
-        curves = curves_of(runs, phase, key)
-        if curves:
+        if curves := curves_of(runs, phase, key):
             options.setdefault(phase, []).append(tag("option", escape(key), value=f"{phase}/{key}"))
-            chart = lines(key, curves, marks=phase == "held_out")
-            templates.append(tag("template", chart, data_metric=f"{phase}/{key}"))
-    titles = {"rl": "training by RL", "held_out": "evaluation on held-out tasks", "sft": "SFT"}
-    groups = (tag("optgroup", "".join(found), label=titles[phase]) for phase, found in options.items())
+            arms = (tag("li", swatch(curve.style) + escape(curve.name)) for curve in curves)
+            meaning = next((text for names, text in told if names.fullmatch(key)), "")
+            parts = (tag("h3", escape(f"{key} ({PHASES[phase]})")), tag("ul", "".join(arms), class_="legend"),
+                     lines(key, curves, marks=phase == "held_out"), tag("figcaption", escape(meaning)))
+            templates.append(tag("template", "".join(parts), data_metric=f"{phase}/{key}"))
+    groups = (tag("optgroup", "".join(found), label=PHASES[phase]) for phase, found in options.items())
     return "".join(groups), "".join(templates)
 
 
-def evaluations(found: list[Results], names: dict[Path, str]) -> str:
+def evaluations(arms: dict[str, list[Results]], names: dict[Path, str], runs: list[Run]) -> str:
     """pass@1 of each evaluation by domain (and family of tasks), and why the rest of the dialogues failed."""
+    every = [results for members in arms.values() for results in members]
+    known = all(results.run["seen_known"] for results in every)
+    seen = not known or any(task["seen"] for results in every for task in results.run["tasks"].values())
+    head = ["results", "arm", "pass@1 [95 %]", *["pass@1, unseen tasks"] * seen, "pass^k", "tasks × trials",
+            "an agent that does nothing", "missing"]
+    trials = " or ".join(map(str, sorted({results.run["trials"] for results in every})))
+    intro = (f"By eval.py run, {trials} dialogue{'s' * (trials != '1')} a task"
+             + f"; the figures at the top are of {held_out(trained(runs) or runs)}" * bool(runs) + "."
+             + " No task here was trained on." * (not seen))
+    caption = ("In percent. pass@1: dialogues with reward exactly 1 / all that were to be held, missing ones included; "
+               "Wilson intervals. pass^k: tasks solved in all k trials. Means: ± sample standard deviation over seeds. "
+               + "Unseen: tasks that the model was not trained on, where that is known. " * seen
+               + f"Grey: fewer than {FEW} dialogues.")
+    whole, families = (table(title, head, rows, caption, names=2, classes=classes) if rows else ""
+                       for title, (rows, classes) in (("Evaluations", evaluation_rows(arms, names, seen, False)),
+                                                      ("By family of tasks", evaluation_rows(arms, names, seen, True))))
+    reasons = {arm: sum((Counter(record.reason or "missing" for record in results.records if not record.solved)
+                         for results in members), Counter()) for arm, members in arms.items()}
+    order = [reason for reason, _ in sum(reasons.values(), Counter()).most_common()]
+    failed = [[escape(reason), *(f"{count[reason]} ({count[reason] / max(count.total(), 1):.0%})"
+                                 for count in reasons.values())] for reason in order]
+    why = table("Why dialogues failed", ["reason", *reasons], failed,
+                "Dialogues of all seeds, and their share of the failures.", kind="narrow")
+    more = tag("details", tag("summary", "By family of tasks") + families, class_="runs") if families else ""
+    return tag("p", escape(intro), class_="muted") + whole + more + tag("h3", "Why dialogues failed") + why
+
+
+def evaluation_rows(arms: dict[str, list[Results]], names: dict[Path, str], seen: bool,
+                    families: bool) -> tuple[list[list[str]], list[str]]:
+    """Under each domain, or else family of tasks, its evaluations by arm, those of several seeds with their mean.
+
+    Also the class of each row. seen: with a column of the unseen tasks.
+    """
     from eval import parts, score
 
     def told(one: dict) -> str:
         return f"{percent(one['pass@1'])} [{percent(one['low'])}, {percent(one['high'])}]" if one["dialogues"] else "–"
 
-    rows, reasons = [], {}
-    for results in found:
-        name, trials = names[results.folder], results.run["trials"]
-        for (domain, stratum), part in parts(results).items():
-            every = score(part)
-            power = f"{percent(every[f'pass^{trials}'])} (k = {trials})" if trials > 1 else "–"
-            rows.append([escape(name), escape(f"{domain}, {stratum}" if stratum else domain),
-                         f"{every['tasks']} × {trials}", told(every), told(score(part.among(unseen=True))), power,
-                         percent(every["do-nothing"]), str(every["missing"])])
-        reasons[name] = Counter(record.reason or "missing" for record in results.records if not record.solved)
-    order = [reason for reason, _ in sum(reasons.values(), Counter()).most_common()]
-    failed = [[escape(reason), *(f"{count[reason]} ({count[reason] / max(count.total(), 1):.0%})"
-                                 for count in reasons.values())] for reason in order]
-    return tag("section", tag("h2", "Evaluations") + table(
-        "Evaluations", ["results", "tasks of", "tasks × trials", "pass@1 [95 %]", "pass@1, unseen tasks", "pass^k",
-                        "an agent that does nothing", "missing"], rows,
-        "In percent. pass@1: dialogues with reward exactly 1 / all that were to be held, missing ones included; Wilson "
-        "intervals. pass^k: tasks solved in all k trials. Unseen: tasks that the model was not trained on.", names=2
-    ) + tag("h3", "Why dialogues failed") + table(
-        "Why dialogues failed", ["reason", *reasons], failed, "Dialogues, and their share of the failures.",
-        kind="narrow"), id="evaluations")
+    def mean(scores: list[dict], key: str) -> str:
+        return plus_minus([one[key] for one in scores]) if all(one["dialogues"] for one in scores) else "–"
+
+    split = {results.folder: parts(results) for members in arms.values() for results in members}
+    domains = list(dict.fromkeys(domain for each in split.values() for domain, _ in each))
+    places = dict.fromkeys(place for each in split.values() for place in each if bool(place[1]) == families)
+    rows, classes = [], []
+    for place in sorted(places, key=lambda place: domains.index(place[0])):
+        rows.append([escape(", ".join(filter(None, place)))])
+        classes.append("")
+        for arm, members in arms.items():
+            some = [(names[results.folder], split[results.folder][place]) for results in members
+                    if place in split[results.folder]]
+            every = [score(part) for _, part in some]
+            new = [score(part.among(unseen=True)) if part.run["seen_known"] else {} for _, part in some]
+            shown = escape(arm if arm not in names.values() else "–")
+            for (name, part), one, unseen in zip(some, every, new, strict=True):
+                n = part.run["trials"]
+                rows.append([escape(name), shown, told(one), *[told(unseen) if unseen else "unknown"] * seen,
+                             f"{percent(one[f'pass^{n}'])} (k = {n})" if n > 1 else "–", f"{one['tasks']} × {n}",
+                             percent(one["do-nothing"]), str(one["missing"])])
+                classes.append("few" * (one["dialogues"] < FEW))
+            if len(some) > 1:
+                rows.append([f"mean of {len(some)}", shown, mean(every, "pass@1"),
+                             *[mean(new, "pass@1") if all(new) else "unknown"] * seen,
+                             f"{mean(every, f'pass^{n}')} (k = {n})" if n > 1 else "–", "", "",
+                             str(sum(one["missing"] for one in every))])
+                classes.append("mean" + " few" * (max(one["dialogues"] for one in every) < FEW))
+    return rows, classes
 
 
 # ------------------------------------------------------------------------------------------------------------ page
@@ -277,19 +335,20 @@ def report(folders: list[Path], out: Path) -> str:
     names = names_of(folders)
     found = [read_results(folder) for folder in folders if (folder / "run.json").is_file()]
     runs = read_runs([folder for folder in folders if not (folder / "run.json").is_file()], names)
-    data, left_out = browsed(runs)
+    evaluated = arms_evaluated(found, names)
+    data, left_out = browsed(runs, evaluated, names)
     arms, keys = trained(runs), metric_keys(runs)
     with progress(range(7 + len(keys)), "charts") as bar:
         drawn = figures(arms, bar.update) if any(run.steps for run in arms) else ""
         options, templates = metrics(runs, keys, bar.update)
     notes = [(run.name, note) for run in runs for note in run.notes]
     notes += [(names[results.folder], note) for results in found for note in oddities(results)]
-    page = filled({"made": datetime.date.today().isoformat(), "headline": headline(runs, found, names),
-                   "arms": arms_table(runs) if arms else "", "runs": runs_table(runs) if runs else "",
-                   "evaluations": evaluations(found, names) if found else "", "legend": legend(arms),
-                   "more": tag("a", "Evaluations", href="#evaluations") if found else "",
+    page = filled({"made": datetime.date.today().isoformat(), "headline": headline(runs, evaluated),
+                   "measured": escape(measured(trained(runs) or runs)), "legend": legend(arms),
                    "figures": drawn or tag("p", "No run has done a step of RL yet.", class_="muted"),
-                   "options": options, "templates": templates, "data": as_json(data),
+                   "options": options, "templates": templates, "data": as_json(data)},
+                  {"summary": summary(runs), "curves": keys, "dialogues": data["runs"],
+                   "evaluations": evaluations(evaluated, names, runs) if found else "",
                    "notes": "".join(tag("li", tag("b", escape(name)) + escape(f": {note}"))
                                     for name, note in left_out + notes)})
     written = page.encode(errors="replace")
@@ -299,24 +358,38 @@ def report(folders: list[Path], out: Path) -> str:
         raise ReportError(f"--out {out} can't be written ({error.strerror or error})") from None
     steps = sum(len(step_files(run.folder)) for run in runs)
     return (f"{out}: {len(runs)} runs, {len(found)} evaluations, {len(written) / 1e6:.1f} MB; rollouts of "
-            f"{sum(len(run['steps']) for run in data['runs'])} of {steps} steps"
+            f"{sum(len(run['steps']) for run in data['runs'] if 'evaluation' not in run)} of {steps} steps"
             + "".join(f"; {name}: {note}" for name, note in notes))
 
 
-def browsed(runs: list[Run]) -> tuple[dict, list[tuple[str, str]]]:
-    """The rollouts that the page shows of each run, of BUDGET bytes in all; and (run, what was left out)."""
-    texts, left, shown, left_out = Texts(), float(BUDGET), [], []
+def browsed(runs: list[Run], arms: dict[str, list[Results]],
+            names: dict[Path, str]) -> tuple[dict, list[tuple[str, str]]]:
+    """The rollouts that the page shows of each run and evaluation, in their budgets; (name, what was left out).
+
+    What could not be read is added to the runs' notes, and to what was left out of an evaluation.
+    """
+    texts, left, shown, left_out = Texts(), BUDGET, [], []
+    evaluated = [(arm, results) for arm, members in arms.items() for results in members]
     files = sum(min(len(step_files(run.folder)), STEPS) for run in runs)
+
+    def add(steps: list[dict], before: int, **more) -> float:
+        shown.extend([more | {"steps": steps}] * bool(steps))
+        return left - len(as_json(steps)) - texts.size + before
+
     with progress(range(files), "files of rollouts") as bar:
         for i, run in enumerate(runs):
             before = texts.size
             steps, omitted, faults = sampled(run.folder, left / (len(runs) - i), texts, bar.update)
-            left -= len(as_json(steps)) + texts.size - before
+            left = add(steps, before, name=run.name, arm=run.arm, lam=run.config["lam"], control=run.config["control"])
             run.notes += faults
             left_out += [(run.name, omitted)] if trained([run]) else []
-            shown.append({"name": run.name, "arm": run.arm, "steps": steps}
-                         | {key: run.config[key] for key in ("lam", "control")})
-    return {"runs": [run for run in shown if run["steps"]], "texts": texts.texts}, left_out
+    left, order = EVALUATED, by_failures([results for _, results in evaluated])
+    for i, (arm, results) in enumerate(evaluated):
+        name, before = names[results.folder], texts.size
+        steps, omitted, faults = judged(results, order, left / (len(evaluated) - i), texts)
+        left = add(steps, before, name=name, arm=arm, evaluation=True)
+        left_out += [(name, note) for note in [omitted, *faults] if note]
+    return {"runs": shown, "texts": texts.texts}, left_out
 
 
 def read_results(folder: Path) -> Results:
@@ -335,14 +408,31 @@ def oddities(results: Results) -> list[str]:
     return lines
 
 
-def filled(parts: dict[str, str]) -> str:
-    """The template with its parts, and a policy that lets this script and this style alone run, and loads nothing."""
+def summary(runs: list[Run]) -> str:
+    if not trained(runs):
+        return tag("h2", "The runs") + runs_table(runs) if runs else ""
+    single = tag("details", tag("summary", "The single runs") + runs_table(runs), class_="runs")
+    return tag("h2", "The arms compared") + arms_table(runs) + single
+
+
+def filled(parts: dict[str, str], sections: dict) -> str:
+    """The template with its parts, and a policy that lets this script and this style alone run, and loads nothing.
+
+    sections: by id, what is in each (where that is text, it is a part too); those with nothing are cut out, and said.
+    """
     here = Path(__file__).parent
     style, script = ((here / f"report.{kind}").read_text() for kind in ("css", "js"))
     policy = (f"default-src 'none'; script-src '{digest(script)}'; style-src '{digest(style)}'; base-uri 'none'; "
               "form-action 'none'")
-    parts = parts | {"style": style, "script": script, "policy": policy}
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], (here / "report.html").read_text())
+    template = (here / "report.html").read_text()
+    for name in (name for name, content in sections.items() if not content):
+        template = re.sub(rf' *<a href="#{name}">.*?</a>|<section id="{name}">.*?</section>\n+', "", template,
+                          flags=re.DOTALL)
+    absent = [titles for name, titles in OF_RUNS.items() if not sections[name]]
+    absent = f"Left out, since nothing that was given has them: {', '.join(absent)}." if absent else ""
+    parts = parts | {name: content for name, content in sections.items() if isinstance(content, str)} | {
+        "style": style, "script": script, "policy": policy, "absent": absent and tag("p", absent, class_="muted")}
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
 
 
 def digest(text: str) -> str:

@@ -11,10 +11,12 @@ import re
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 
 from extras.charts import Curve
 from extras.ranks import UsageError
+from extras.results import Results
 from extras.show import fits
 from extras.tables import arm_of
 
@@ -111,8 +113,8 @@ def names_of(folders: list[Path]) -> dict[Path, str]:
     parts = [folder.resolve().parts for folder in folders]
     if twice := [folder for i, folder in enumerate(folders) if parts[i] in parts[:i]]:
         raise ReportError(f"{twice[0]} is named twice")
-    depths = [next(depth for depth in itertools.count(1) if sum(p[-depth:] == own[-depth:] for p in parts) == 1)
-              for own in parts]
+    depths = [next(depth for depth in itertools.count(3 if own[-1].isdigit() else 1)  # a seed alone says nothing
+                   if sum(p[-depth:] == own[-depth:] for p in parts) == 1) for own in parts]
     return {folder: "/".join(own[-depth:]) for folder, own, depth in zip(folders, parts, depths, strict=True)}
 
 
@@ -123,13 +125,17 @@ def read_runs(folders: list[Path], names: dict[Path, str]) -> list[Run]:
         run.name = names[run.folder]
     apart = [key for key in ("env", "model", "simulator") if len({run.config.get(key) for run in trained(runs)}) > 1]
     for run in runs:
-        method, _, rest = arm_of(run.config).partition(" ")
-        run.arm = NAMES.get(method, method)
-        if method != "sft":
-            run.arm = " ".join([run.arm, *rest.replace("lam ", "λ ").split(), *(str(run.config.get(k)) for k in apart)])
+        run.arm = arm_name(run.config)
+        if run.config["method"] != "sft":
+            run.arm = " ".join([run.arm, *(str(run.config.get(k)) for k in apart)])
     for arm in dict.fromkeys(run.arm for run in runs):
         note_differences([run for run in runs if run.arm == arm])
     return runs
+
+
+def arm_name(config: dict) -> str:
+    method, _, rest = arm_of(config).partition(" ")
+    return NAMES["sft"] if method == "sft" else f"{NAMES.get(method, method)} {rest.replace('lam ', 'λ ')}".strip()
 
 
 def trained(runs: list[Run]) -> list[Run]:
@@ -155,6 +161,32 @@ def arms_of(runs: list[Run]) -> dict[str, list[Run]]:
     """Runs by arm, Interactive GRPO first."""
     arms = sorted(dict.fromkeys(run.arm for run in runs), key=lambda arm: (not arm.startswith(NAMES["grpo"]), arm))
     return {arm: [run for run in runs if run.arm == arm] for arm in arms}
+
+
+def arms_evaluated(found: list[Results], names: dict[Path, str]) -> dict[str, list[Results]]:
+    """Evaluations by the arm that made the model, SFT and Interactive GRPO first, seeds in sequence.
+
+    One whose training is not known is an arm of its own, by its folder's name. Where what was evaluated or trained
+    differs otherwise, it is said in the arm's name, so that only seeds are averaged.
+    """
+    def differing(results: Results) -> dict[str, str]:
+        run, training = results.run, results.run["training"]
+        own = {key: str(training.get(key)) for key in ("env", "model", "simulator") if training["method"] != "sft"}
+        return own | {"weights": Path(run["model"]).name, "on": f"on {run['env']}", "user": f"with {run['simulator']}"
+                      } | {key: f"{key} {run[key]}" for key in ("temperature", "thinking", "trials")}
+
+    known = [results for results in found if {"method", "lam", "control"} <= results.run["training"].keys()
+             and is_number(results.run["training"].get("seed"))]
+    every = [differing(results) for results in known]
+    apart = [key for key in dict.fromkeys(key for each in every for key in each)
+             if len({each[key] for each in every if key in each}) > 1]
+    arms: dict[str, list[Results]] = {}
+    for results, each in zip(known, every, strict=True):
+        name = " ".join([arm_name(results.run["training"]), *(each[key] for key in apart if key in each)])
+        arms.setdefault(name, []).append(results)
+    order = sorted(arms, key=lambda arm: (not arm.startswith(NAMES["sft"]), not arm.startswith(NAMES["grpo"]), arm))
+    return ({arm: sorted(arms[arm], key=lambda results: results.run["training"]["seed"]) for arm in order}
+            | {names[results.folder]: [results] for results in found if not any(results is each for each in known)})
 
 
 def curves_of(runs: list[Run], phase: str, key: str | Callable) -> list[Curve]:
@@ -191,17 +223,35 @@ def final(run: Run) -> float | None:
     return found[max(found)] if found and run.over else None
 
 
+def tenths(share: float) -> Decimal:
+    """In percent, with one decimal, halves away from 0: the noise of floats (3.7499999999999996) does not decide."""
+    return Decimal(f"{100 * share:.9f}").quantize(Decimal("0.1"), ROUND_HALF_UP) + 0  # + 0: no -0.0
+
+
+def domain_mean(results: Results) -> float:
+    """pass@1, the mean over domains."""
+    parts = [results.among(domain=domain) for domain in {task["domain"] for task in results.run["tasks"].values()}]
+    return statistics.fmean(sum(record.solved for record in part.records) / part.expected for part in parts)
+
+
 def percent(*values: float | None) -> str:
-    return " → ".join(f"{value:.1%}".replace("%", "") for value in values if value is not None)
+    return " → ".join(str(tenths(value)) for value in values if value is not None)
 
 
 def signed(share: float) -> str:
-    return f"{100 * share:+.1f}".replace("-", "−")
+    return f"{tenths(share):+}".replace("-", "−")
 
 
 def plus_minus(values: list[float]) -> str:
     """Mean and, of several, sample standard deviation."""
-    return percent(statistics.fmean(values)) + (f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else "")
+    return percent(statistics.fmean(values)) + (f" ± {percent(statistics.stdev(values))}" if len(values) > 1 else "")
+
+
+def held_out(runs: list[Run]) -> str:
+    """Says which evaluations those in training are, to be told from `eval.py run`'s: dialogues a task, where known."""
+    trials = sorted({run.config["eval_trials"] for run in runs if is_number(run.config.get("eval_trials"))})
+    told = f" of {' or '.join(map(str, trials))} dialogue{'s' * (trials != [1])} a task" if trials else ""
+    return f"training's own evaluation{told}"
 
 
 def gains(members: list[Run], base: list[Run]) -> list[float]:
@@ -209,3 +259,30 @@ def gains(members: list[Run], base: list[Run]) -> list[float]:
     theirs = {run.config["seed"]: final(run) for run in base if final(run) is not None}
     return [final(run) - theirs[run.config["seed"]] for run in members
             if final(run) is not None and run.config["seed"] in theirs]
+
+
+def metric_keys(runs: list[Run]) -> list[tuple[str, str]]:
+    """(phase, key) of every numeric metric, in the order in which they appear."""
+    return list(dict.fromkeys((phase, key) for phase in ("rl", "held_out", "sft") for run in runs
+                              for row in run.rows[phase] for key, value in row.items()
+                              if is_number(value) and key not in ("step", "pass@1")))
+
+
+def meanings(readme: Path = Path(__file__).parent.parent / "README.md") -> list[tuple[re.Pattern, str]]:
+    """(names, meaning) of each row in README's table of metrics; none where that can't be read.
+
+    A name in capitals (`stop/REASON`) stands for any, a key that begins with / goes on the first one's (`sim/a`, `/b`).
+    """
+    try:
+        text = readme.read_text(encoding="utf-8").partition("\n## Metrics\n")[2].partition("\n## ")[0]
+    except (OSError, UnicodeDecodeError):
+        return []
+    found = []
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
+        keys = re.findall(r"`([^`]+)`", cells[1]) if len(cells) == 4 else []
+        if keys:
+            whole = (keys[0].partition("/")[0] + key if key.startswith("/") else key for key in keys)
+            names = "|".join(re.sub("[A-Z]+", ".+", re.escape(key)) for key in whole)
+            found.append((re.compile(names), cells[2].replace("\\|", "|").replace("`", "")))
+    return found

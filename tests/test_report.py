@@ -1,5 +1,6 @@
 """The report: what it shows, in a real browser; what it refuses; how large it grows."""
 
+import io
 import json
 import os
 import re
@@ -7,13 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from extras.browser import Texts, as_json, chosen_groups, chosen_steps, sampled, size_of
 from extras.report import LABELS, report
 from extras.results import RUN, kept
-from extras.runs import ReportError, read_runs, thirds
+from extras.runs import ReportError
 from extras.show import save_rollouts
 from rollout import Rollout
 from screenshots import DESKTOP, PHONE, chromium, look
@@ -56,7 +54,8 @@ def make_run(folder: Path, method: str = "faca", seed: int = 0, steps: int = 3, 
     """A run folder of so many steps; pass@1 goes from 0.25 to success."""
     (folder / "rollouts").mkdir(parents=True)
     config = {"method": method, "seed": seed, "lam": 0.0 if method == "grpo" else 0.5, "control": "none",
-              "env": "mini:telecom", "model": "runs/sft/model", "simulator": "scripted", "steps": steps} | more
+              "env": "mini:telecom", "model": "runs/sft/model", "simulator": "scripted", "steps": steps,
+              "eval_trials": 2} | more
     (folder / "config.json").write_text(json.dumps(config))
     rows = [{"phase": "held_out", "at": "before", "pass@1/mini:telecom": 0.25, "rollouts": 8}]
     for step in range(steps):
@@ -125,9 +124,36 @@ def test_it_renders_in_both_widths_and_schemes_without_an_error_or_a_page_wider_
     assert (bright[0] < bright[1]) == (scheme == "light")
 
 
+def test_on_a_phone_no_word_of_a_name_is_broken_and_a_shadow_shows_where_a_table_goes_on(browser, page):
+    from matplotlib.image import imread
+    visit(browser, page, size=PHONE)
+    broken = ("return [...document.querySelectorAll('#summary > .numbers tbody th')].flatMap(th =>"
+              " [...th.childNodes].filter(node => node.nodeType === 3).flatMap(node =>"
+              " [...node.data.matchAll(/\\S+/g)].filter(word => { const range = document.createRange();"
+              " range.setStart(node, word.index); range.setEnd(node, word.index + word[0].length);"
+              " return new Set([...range.getClientRects()].map(box => box.top)).size > 1; }).map(word => word[0])))")
+    assert browser.execute_script(broken) == []
+    table = browser.find_element("css selector", "#summary .scroll")
+
+    def edge() -> float:
+        """Mean brightness of the table's last pixels beside its head."""
+        place = [round(table.rect[name]) for name in ("x", "y", "width")]
+        picture = imread(io.BytesIO(browser.get_screenshot_as_png()))
+        top = place[1] - browser.execute_script("return Math.round(scrollY)")
+        return picture[top + 10:top + 40, place[0] + place[2] - 8:place[0] + place[2] - 1, :3].mean()
+
+    browser.execute_script("arguments[0].scrollIntoView({behavior: 'instant'})", table)
+    before = edge()
+    assert browser.execute_script("arguments[0].scrollLeft = 1e5; return arguments[0].scrollLeft > 100", table)
+    assert edge() > before + 0.05
+
+
 def test_the_top_says_pass_at_1_of_each_arm_and_the_gain_at_matched_seeds(browser, page):
     visit(browser, page)
     tiles = text(browser, ".tiles").split("\n")
+    assert text(browser, ".tiles-say") == ("Held-out tasks solved (pass@1) before RL and at the end of training, by "
+                                           "training's own evaluation of 2 dialogues a task:")
+    assert "by training's own evaluation of 2 dialogues a task" in text(browser, "#summary .note")
     assert tiles[:2] == ["before RL", "25.0 %"]
     # mean of 0.5 and 0.6, of 0.6 and 0.8; sample standard deviations 0.1 / sqrt 2 and 0.2 / sqrt 2
     assert tiles[3:6] == ["Interactive GRPO", "55.0 %", "2 seeds, ± 7.1 (sample sd)"]
@@ -137,6 +163,7 @@ def test_the_top_says_pass_at_1_of_each_arm_and_the_gain_at_matched_seeds(browse
 
 def test_a_segment_shows_its_advantage_split_and_the_reactions_that_it_was_compared_with(browser, page):
     visit(browser, page, "#run=faca-0&step=0&group=4&rollout=all")
+    assert "the process part, from the users' reactions, tells their turns apart" in text(browser, "#group-says")
     assert "1 of 2 solved" in text(browser, "#group option:checked")
     assert "mean 0.00, sd 1.41" in text(browser, "#turn-1") and "0: +1" in text(browser, "#turn-1")
     assert "no difference, no process credit" in text(browser, "#turn-2")
@@ -151,6 +178,9 @@ def test_a_segment_shows_its_advantage_split_and_the_reactions_that_it_was_compa
     assert len(set(shades)) == 2
     visit(browser, page, "#run=grpo-0&step=0&group=4&rollout=0")
     assert "this arm uses no reactions" in text(browser, ".agent td")
+    assert "process" not in text(browser, "#group-says") + text(browser, "#turn-2")
+    visit(browser, page, "#run=grpo-0&step=0&group=0")
+    assert "nothing is learned from this group" in text(browser, "#group-says")
 
 
 def test_run_step_group_and_rollout_are_chosen_by_controls_and_kept_in_the_address(browser, page):
@@ -188,8 +218,15 @@ def test_controls_and_charts_are_reached_and_worked_by_keys(browser, page):
     assert text(browser, ".readout") == "step 3: Interactive GRPO 55.0 %, FACA 70.0 %"
     browser.execute_script("let s = document.querySelector('#metric'); s.value = 'rl/observed';"
                            "s.dispatchEvent(new Event('change', {bubbles: true}))")
-    assert text(browser, "#metric-chart").startswith("rl/observed")
     assert browser.execute_script("return document.querySelectorAll('#metric-chart svg path').length") > 5
+    chosen = text(browser, "#metric-chart").split("\n")
+    assert chosen[:3] == ["observed (training by RL)", "Interactive GRPO", "FACA"]
+    assert chosen[-1] == "U2U segments; those that a user turn followed"  # as README says it
+    assert browser.current_url.endswith("#metric=rl%2Fobserved")
+    click(browser, '#rollouts [data-k="1"]')
+    assert browser.current_url.endswith("&rollout=1&metric=rl%2Fobserved")
+    visit(browser, page, "#metric=rl/success")
+    assert text(browser, "#metric-chart").startswith("success (training by RL)")
 
 
 def test_text_of_models_and_names_never_becomes_markup_and_nothing_can_be_loaded(browser, tmp_path):
@@ -247,61 +284,14 @@ def test_a_run_of_120_steps_of_128_rollouts_gives_a_page_under_10_mb_that_says_w
                      r"[\d,]+ tool calls or results are cut at 1,200 characters", text(browser, "#notes"))
 
 
-def test_the_rollouts_of_a_run_stay_near_their_budget_and_are_spread_over_all_its_steps(tmp_path):
-    run = make_run(tmp_path / "run", steps=4, records=[
-        rollout(group, k, float(k), ["confirm"], [1], [0.0], 0.0, f"{group} {k} " * 200) for group in range(9)
-        for k in range(2)])
-    group = size_of(sampled(run, 1, Texts())[0][0]["groups"][0]) + 2 * 800  # it, and its two texts
-    for budget in (5 * group, 12 * group):
-        texts = Texts()
-        steps, left_out, faults = sampled(run, budget, texts)
-        assert [step["step"] for step in steps] == [0, 1, 2, 3] and not faults
-        assert budget / 2 < size_of(steps) + texts.size < budget + 4 * group
-    assert sampled(run, 0, Texts())[1] == "0 of 4 steps are shown"
-
-
-def test_mixed_groups_are_chosen_first_and_one_of_equal_rewards(tmp_path):
-    kinds = [False, False, True, True, True, True, False]
-    records = [rollout(g, k, float(mixed and k), ["confirm"], [1], [0.0], 0.0)
-               for g, mixed in enumerate(kinds) for k in range(2)]
-    save_rollouts(tmp_path / "step-00000.jsonl", records)
-    groups, total = chosen_groups(tmp_path / "step-00000.jsonl", 4)
-    assert [group[0].group for group in groups] == [0, 2, 3, 4] and total == 7
-
-
-@given(st.integers(0, 300), st.integers(2, 40))
-def test_chosen_steps_begin_and_end_with_the_runs_and_are_never_more_than_asked_for(steps, count):
-    chosen = chosen_steps(list(range(steps)), count)
-    assert len(chosen) == len(set(chosen)) <= count and set(chosen) <= set(range(steps))
-    assert steps == 0 or {0, steps - 1} <= set(chosen)
-    if steps >= 9 and count >= 9:  # spread: no gap is twice as wide as an even one
-        places = sorted(chosen_steps(list(range(steps)), 9))
-        assert max(b - a for a, b in zip(places, places[1:], strict=False)) <= 2 * (steps - 1) / 8
-
-
-@given(st.text("</script>!-&'\"\\ \n\u2028é😀\ud800"))
-def test_any_text_survives_the_script_element(words):
-    assert json.loads(as_json({"a": words})) == {"a": words} and "<" not in as_json(words)
-
-
-def test_shares_of_the_first_and_last_third_are_weighted(tmp_path):
-    run = make_run(tmp_path / "a", steps=3)
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    values = [(0.5, 1), (0.8, 3), (0.1, 9), (0.1, 9), (1.0, 1), (None, 5)]
-    rows[1:4] = [{"phase": "rl", "step": step, "positive_share": share, "observed": count}
-                 for step, (share, count) in enumerate(values)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    first, last = thirds(read_runs([run], {run: "a"}), "positive_share", "observed")
-    assert first == pytest.approx((0.5 * 1 + 0.8 * 3) / 4) and last == 1.0
-
-
-def make_results(folder: Path, solved: int, reasons: list[str], trials: int = 2) -> Path:
+def make_results(folder: Path, solved: int, reasons: list[str], trials: int = 2, **more) -> Path:
     """An evaluation on two tasks of one domain; the first dialogues are solved, the rest are not, or not yet there."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     tasks = {f"mini:telecom/test/{i:03}": {"domain": "mini:telecom", "digest": "0", "seen": i == 0, "nothing": 0.0,
                                            "strata": []} for i in range(2)}
     empty = {kind: kind() for kind in (str, dict, list, int, float, bool)}
-    run = {name: empty[kind] for name, kind in RUN.items()} | {"tasks": tasks, "trials": trials, "model": "m"}
+    run = {name: empty[kind] for name, kind in RUN.items()} | {"tasks": tasks, "trials": trials, "model": "m",
+                                                               "seen_known": True} | more
     (folder / "run.json").write_text(json.dumps(run))
     lines = []
     for i, reason in enumerate([""] * solved + reasons):
@@ -312,22 +302,76 @@ def make_results(folder: Path, solved: int, reasons: list[str], trials: int = 2)
     return folder
 
 
+def rows_of_evaluations(browser) -> list[list[str]]:
+    return browser.execute_script("return [...document.querySelectorAll('#evaluations tbody tr')]"
+                                  ".map(row => [...row.cells].map(cell => cell.textContent))")
+
+
 def test_evaluations_are_tabled_with_the_reasons_of_failures(tmp_path, browser):
     whole = make_results(tmp_path / "whole", 3, ["user gave up"])
-    begun = make_results(tmp_path / "begun", 1, ["error budget spent", "user gave up"])
+    begun = make_results(tmp_path / "begun", 1, ["error budget spent", "user gave up"], seen_known=False)
     says = report([whole, begun], tmp_path / "report.html")
     assert says.endswith("; begun: it is not complete: 3 of 4 dialogues, the others count as not solved")
     visit(browser, tmp_path / "report.html")
     assert browser.get_log("browser") == []
     assert text(browser, ".tiles").split("\n") == ["whole", "75.0 %", "4 dialogues", "begun", "25.0 %", "4 dialogues"]
-    rows = browser.execute_script("return [...document.querySelectorAll('#evaluations tbody tr')]"
-                                  ".map(row => [...row.cells].map(cell => cell.innerText))")
+    rows = rows_of_evaluations(browser)
     # Wilson, 3 of 4: (0.75 + 0.4802) / 1.9604 -+ 1.96 sqrt(0.75 x 0.25 / 4 + 0.0600) / 1.9604 = 0.6275 -+ 0.3269
     # of the unseen task, 1 of 2: 0.5 -+ 0.4055; pass^2: the first task alone has both of its trials
-    assert rows[0] == ["whole", "mini:telecom", "2 × 2", "75.0 [30.1, 95.4]", "50.0 [9.5, 90.5]", "50.0 (k = 2)",
-                       "0.0", "0"]
-    assert rows[1][3] == "25.0 [4.6, 69.9]" and rows[1][-1] == "1"
-    assert rows[2:] == [["user gave up", "1 (100%)", "1 (50%)"], ["error budget spent", "0 (0%)", "1 (50%)"]]
+    assert rows[:2] == [["mini:telecom"], ["whole", "–", "75.0 [30.1, 95.4]", "50.0 [9.5, 90.5]",
+                                          "50.0 (k = 2)", "2 × 2", "0.0", "0"]]
+    assert rows[2][2:4] == ["25.0 [4.6, 69.9]", "unknown"] and rows[2][-1] == "1"
+    assert rows[3:] == [["user gave up", "1 (100%)", "1 (50%)"], ["error budget spent", "0 (0%)", "1 (50%)"]]
+
+
+def test_evaluations_of_an_arm_stand_together_with_their_mean_and_tell_nothing_twice(tmp_path, browser):
+    tasks = {f"mini:telecom/test/{i:03}": {"domain": "mini:telecom", "digest": "0", "seen": False, "nothing": 0.0,
+                                           "strata": ["1 issue"] * (i == 0)} for i in range(2)}
+    folders = []
+    for method, seed, solved in (("faca", 1, 24), ("faca", 0, 40), ("grpo", 0, 20)):
+        training = {"method": method, "lam": 0.5 * (method == "faca"), "control": "none", "seed": seed}
+        folders.append(make_results(tmp_path / "results" / method / str(seed), solved, ["user gave up"] * (40 - solved),
+                                    trials=20, training=training, tasks=tasks))
+    report(folders, tmp_path / "report.html")
+    visit(browser, tmp_path / "report.html")
+    # shares 1.0 and 0.6 of FACA: mean 0.8, sample standard deviation 0.4 / sqrt 2
+    assert text(browser, ".tiles").split("\n") == [
+        "Interactive GRPO", "50.0 %", "40 dialogues", "FACA", "80.0 %", "2 seeds, ± 28.3 (sample sd), 80 dialogues"]
+    rows = rows_of_evaluations(browser)
+    assert [row[:2] for row in rows[:5]] == [
+        ["mini:telecom"], ["results/grpo/0", "Interactive GRPO"], ["results/faca/0", "FACA"],
+        ["results/faca/1", "FACA"], ["mean of 2", "FACA"]]
+    # in all 20 trials: both tasks, and the first of the two, 1.0 and 0.5: sample standard deviation 0.25 x sqrt 2
+    assert rows[4][2:] == ["80.0 ± 28.3", "75.0 ± 35.4 (k = 20)", "", "", "0"]
+    assert rows[5] == ["mini:telecom, 1 issue"] and [row[0] for row in rows[6:10]] == [row[0] for row in rows[1:5]]
+    assert rows[10:] == [["user gave up", "20 (100%)", "16 (100%)"]]
+    few = "return [...document.querySelectorAll('#evaluations tr.few')].length"  # the 20 dialogues of one task
+    assert browser.execute_script(few) == 4
+    assert text(browser, "#evaluations > p") == "By eval.py run, 20 dialogues a task. No task here was trained on."
+    assert browser.execute_script("return document.querySelector('#curves') || document.querySelector('#summary')"
+                                  " || document.querySelector('nav a[href=\"#curves\"]')") is None
+    assert "arms compared, learning curves" in text(browser, "header > p:last-child")
+
+
+def test_dialogues_of_evaluations_are_browsed_without_credit_the_failed_first_with_their_reasons(tmp_path, browser):
+    folder = make_results(tmp_path / "eval", 3, ["user gave up"])
+    run = make_run(tmp_path / "run", steps=1)
+    says = report([run, folder], tmp_path / "report.html")
+    assert says.endswith("; rollouts of 1 of 1 steps")
+    visit(browser, tmp_path / "report.html", "#run=eval")
+    assert browser.get_log("browser") == []
+    options = browser.execute_script("return [...document.querySelector('#group').options].map(o => o.text)")
+    assert options == ["001: 1 of 2 solved", "000: 2 of 2 solved"]
+    assert text(browser, "#group-says") == "Task mini:telecom/test/001, 2 trials, 1 solved. Failed: user gave up (1)."
+    heads = browser.execute_script("return [...document.querySelectorAll('.dialogues thead th')].map(e => e.innerText)")
+    assert [head.split("\n")[0] for head in heads] == ["Trial 0 ✓ solved", "Trial 1 ✗ not solved"]
+    assert "Failed: user gave up" in heads[1] and "Failed" not in heads[0] and "part" not in heads[0]
+    assert "confirm +1" in text(browser, ".reply td") and "private: look_at_screen" in text(browser, ".reply td")
+    assert browser.execute_script("return document.querySelector('.credit')") is None
+    hidden = "return ['#step', '.guide', '.guide.evaluation'].map(e => document.querySelector(e).checkVisibility())"
+    assert browser.execute_script(hidden) == [False, False, True]
+    browser.execute_script("let s = document.querySelector('#run'); s.value = 0; s.dispatchEvent(new Event('change'))")
+    assert browser.execute_script(hidden) == [True, True, False] and "= outcome" in text(browser, ".credit")
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
@@ -367,7 +411,9 @@ def test_a_run_of_sft_alone_makes_a_page(tmp_path, browser):
     assert browser.get_log("browser") == []
     assert text(browser, ".tiles").split("\n")[:2] == ["SFT alone", "50.0 %"]  # mean over domains
     assert "No run has done a step of RL yet." in text(browser, "#curves")
-    assert "There are no rollouts to show." in text(browser, "#dialogues")
+    assert text(browser, "#summary").startswith("The runs\n")
+    assert text(browser, "nav").split() == ["Summary", "Curves"]
+    assert text(browser, "header > p:last-child") == "Left out, since nothing that was given has them: dialogues."
 
 
 def test_what_cannot_be_reported_is_one_line(tmp_path, monkeypatch):
