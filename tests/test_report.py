@@ -290,8 +290,8 @@ def make_results(folder: Path, solved: int, reasons: list[str], trials: int = 2,
     tasks = {f"mini:telecom/test/{i:03}": {"domain": "mini:telecom", "digest": "0", "seen": i == 0, "nothing": 0.0,
                                            "strata": []} for i in range(2)}
     empty = {kind: kind() for kind in (str, dict, list, int, float, bool)}
-    run = {name: empty[kind] for name, kind in RUN.items()} | {"tasks": tasks, "trials": trials, "model": "m",
-                                                               "seen_known": True} | more
+    run = {name: empty[kind] for name, kind in RUN.items()} | {
+        "tasks": tasks, "trials": trials, "model": "m", "limits": {"mini:telecom": {}}, "seen_known": True} | more
     (folder / "run.json").write_text(json.dumps(run))
     lines = []
     for i, reason in enumerate([""] * solved + reasons):

@@ -272,7 +272,7 @@ def test_eval_counts_the_checkpoint_on_seen_and_unseen_tasks(folder, tmp_path):
     records = load_rollouts(tmp_path / "r" / "results.jsonl")
     seen = set(json.loads((folder[0] / "model" / "faca.json").read_text())["trained_on"])
     unseen = [r.reward for r in records if r.task not in seen]
-    assert re.search(r"^labels, and endings +all +unseen$", done.stdout, re.MULTILINE)
+    assert re.search(r"^user turns, by label +all +unseen$", done.stdout, re.MULTILINE)
     assert every[1:4] == ["160", "160", "0"] and new[1:3] == [str(len(unseen))] * 2 and 64 + 96 == len(records)
     assert float(every[4]) == pytest.approx(sum(r.reward for r in records) / 160, abs=1e-3) and every[-1] == "0.000"
     assert float(new[4]) == pytest.approx(sum(unseen) / len(unseen), abs=1e-3) and new[-1] == "0.000"
