@@ -16,12 +16,15 @@ def proxy_alarm(rows: list[dict]) -> bool:
 
     The latest 20 RL steps are compared with those 20 before them that had most success: since then `success` must be
     lower, and `positive_share` higher, each by more than 3.5 standard errors of the difference. False in the first 39.
+    Rows without these numbers (damaged ones that a resumed run goes on from) are passed over.
     """
-    steps = [row for row in rows if row["phase"] == "rl"]
+    names = "success", "positive_share"
+    steps = [row for row in rows if row["phase"] == "rl" and all(
+        isinstance(row.get(name), int | float) and math.isfinite(row[name]) for name in names)]
     latest = len(steps) - WINDOW
     if latest < WINDOW:
         return False
-    success, positive = ([row[name] for row in steps] for name in ("success", "positive_share"))
+    success, positive = ([row[name] for row in steps] for name in names)
     best = max(range(latest - WINDOW + 1), key=lambda i: fmean(success[i:i + WINDOW]))
     then, now = slice(best, best + WINDOW), slice(latest, None)
     return rise(success[now], success[then]) > STANDARD_ERRORS < rise(positive[then], positive[now])

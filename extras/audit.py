@@ -26,6 +26,7 @@ from extras.alarm import STANDARD_ERRORS, WINDOW, proxy_alarm
 from extras.endpoint import Endpoint
 from extras.labeller import ask, kappa, visible
 from extras.ranks import UsageError
+from extras.runs import is_number
 from extras.show import RolloutFileError, read_rollouts
 from faca import REACTION, reaction_of
 from rollout import Rollout
@@ -149,7 +150,7 @@ def rollouts_of(path: Path, torn: list[Path]) -> Iterator[Rollout]:
 def facts_of(record: Rollout, step: int, path: Path) -> Facts:
     labels = tuple(z if z is None or z in REACTION else "invalid" for z in record.strategies)
     reactions = tuple(None if z is None else reaction_of(z) for z in labels)
-    if tuple(record.reactions) != reactions or not math.isfinite(record.reward):
+    if tuple(record.reactions) != reactions or not is_number(record.reward):
         raise AuditError(f"{path}: group {record.group}, rollout {record.k} has reactions that are not Table 1's of "
                          "its strategies, or a reward that is no number")
     return Facts(step, record.group, record.reward, labels, reactions)
@@ -181,7 +182,8 @@ def read_metrics(path: Path) -> tuple[list[dict], int]:
         if not isinstance(row, dict) or "phase" not in row:
             raise AuditError(f"{path}: line {number} is no row of metrics")
         if row["phase"] == "rl":
-            if wrong := [name for name in needed if not isinstance(row.get(name), int | float)]:
+            if wrong := [name for name in needed if not is_number(row.get(name))
+                         or name == "step" and not isinstance(row[name], int)]:
                 raise AuditError(f"{path}: line {number} is no row of RL (no number: {', '.join(wrong)})")
             rows.append(row)
     return rows, 0

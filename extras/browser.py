@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from extras.results import Results
+from extras.runs import is_number
 from extras.show import RolloutFileError, read_rollouts
 from rollout import Rollout
 
@@ -43,6 +44,12 @@ class Texts:
             self.texts.append(text)
             self.size += size_of(text)
         return self.place[text]
+
+    def forget(self, count: int, size: int, cut: int) -> None:
+        """Back to the first count texts, of so many bytes."""
+        for text in self.texts[count:]:
+            del self.place[text]
+        self.texts, self.size, self.cut = self.texts[:count], size, cut
 
 
 def size_of(value) -> int:
@@ -96,12 +103,12 @@ def chosen_groups(path: Path, count: int = GROUPS) -> tuple[list[list[Rollout]],
     return sorted(kept + rest, key=lambda records: records[0].group), total
 
 
-def sampled(folder: Path, budget: float, texts: Texts,
-            read: Callable = lambda: None) -> tuple[list[dict], str, list[str]]:
+def sampled(folder: Path, budget: float, texts: Texts, read: Callable = lambda: None,
+            most: float = math.inf) -> tuple[list[dict], str, list[str]]:
     """Steps of a run with groups of rollouts, of about budget bytes; what was left out; and what could not be read.
 
     Each step has an even share of the budget, what those before it left included; it has one group at least, as long as
-    there is budget at all. read() is called after each file.
+    there is budget at all, and it takes no more than most. read() is called after each file.
     """
     files, shown, faults, cut = step_files(folder), {}, [], texts.cut
     spent = totals = 0
@@ -116,7 +123,8 @@ def sampled(folder: Path, budget: float, texts: Texts,
             faults.append(f"step {step} is not shown: {error}")
             continue
         totals += total
-        shown[step], size, damaged = within(groups, budget * number / len(steps) - spent, texts)
+        shown[step], size, damaged = within(groups, budget * number / len(steps) - spent, texts,
+                                            most - spent)
         spent += size
         faults += [f"{fault} (step {step})" for fault in damaged]
     shown = {step: shown[step] for step in sorted(shown) if shown[step]}
@@ -129,28 +137,37 @@ def sampled(folder: Path, budget: float, texts: Texts,
     return [{"step": step, "groups": groups} for step, groups in shown.items()], left_out, faults
 
 
-def within(groups: list[list[Rollout]], budget: float, texts: Texts) -> tuple[list[dict], int, list[str]]:
-    """The first groups, one at least, until they take budget bytes; how many they take; and what is damaged."""
+def within(groups: list[list[Rollout]], budget: float, texts: Texts,
+           most: float) -> tuple[list[dict], int, list[str]]:
+    """The first groups until they take budget bytes, one at least, but never more than most bytes; how many they take;
+    and what is damaged or too large."""
     shown, faults, size, start = [], [], 0, texts.size
     for records in groups:
+        before = len(texts.texts), texts.size, texts.cut
         try:
             shown.append(group_of(records, texts))
         except (LookupError, TypeError, AttributeError) as error:  # messages are free in form
             faults.append(f"group {records[0].group} is damaged ({type(error).__name__}: {error})")
             continue
-        size += size_of(shown[-1])
-        if size + texts.size - start >= budget:
+        size += (own := size_of(shown[-1]))
+        if size + texts.size - start > most:
+            faults.append(f"group {shown.pop()['group']} is not shown: its dialogues take "
+                          f"{(own + texts.size - before[1]) / 1e6:.1f} MB, more than there is room for")
+            size -= own
+            texts.forget(*before)
+        elif size + texts.size - start >= budget:
             break
     return shown, size + texts.size - start, faults
 
 
-def judged(results: Results, hardest: dict[str, int], budget: float, texts: Texts) -> tuple[list[dict], str, list[str]]:
+def judged(results: Results, hardest: dict[str, int], budget: float, texts: Texts,
+           most: float = math.inf) -> tuple[list[dict], str, list[str]]:
     """As sampled(), of an evaluation: one step, a group of trials for each task, those with most failures first.
 
     hardest: the place of each task, so that where there are too many all evaluations show the same.
     """
     groups = [list(records) for _, records in itertools.groupby(results.records, lambda record: record.group)]
-    shown, _, faults = within(sorted(groups, key=lambda records: hardest[records[0].task]), budget, texts)
+    shown, _, faults = within(sorted(groups, key=lambda records: hardest[records[0].task]), budget, texts, most)
     shown.sort(key=lambda group: group["solved"] - len(group["rollouts"]))
     left_out = "" if len(shown) == len(groups) else (
         f"{len(shown)} of {len(groups)} tasks are shown, those with most failures in all evaluations")
@@ -232,4 +249,4 @@ def user_tools(record: Rollout, turn: int, texts: Texts) -> list[dict]:
 
 
 def rounded(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else round(value, 3)
+    return round(value, 3) if is_number(value) else None

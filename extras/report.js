@@ -9,7 +9,8 @@ const ENDINGS = {
   too_many_errors: "error budget spent", empty_message: "empty message", void_user: "void: user failed",
   void_user_errors: "void: user's errors", void_world: "void: world failed",
 };
-const at = {run: 0, step: 0, group: 0, rollout: "all", turn: 0};  // indices into data; rollout: k or "all"
+// Indices into data; rollout: k or "all"; missing: what an address asked for in vain.
+const at = {run: 0, step: 0, group: 0, rollout: "all", turn: 0, missing: ""};
 const byId = (id) => document.getElementById(id);
 
 // ------------------------------------------------------------------------------------------------------- helpers
@@ -60,7 +61,7 @@ function fill(select, labels, chosen) {
 
 function choose(change) {
   const task = group().task, number = step().step;
-  Object.assign(at, change);
+  Object.assign(at, {missing: ""}, change);
   if ("run" in change) {  // the same step, or the one nearest to it
     const far = run().steps.map((s) => Math.abs(s.step - number));
     at.step = far.indexOf(Math.min(...far));
@@ -87,13 +88,18 @@ function remember(place) {
 
 function follow(hash) {
   const asked = new URLSearchParams(hash.slice(1));
-  const place = (list, test) => Math.max(0, list.findIndex(test));
   if (!asked.has("run")) return false;
-  at.run = place(data.runs, (r) => r.name === asked.get("run"));
-  at.step = place(run().steps, (s) => s.step === Number(asked.get("step")));
-  at.group = asked.has("group") ? place(step().groups, (g) => g.group === Number(asked.get("group"))) : firstGroup();
-  const k = Number(asked.get("rollout") || NaN);
-  at.rollout = group().rollouts.some((r) => r.k === k) ? k : "all";
+  at.missing = "";
+  const place = (list, test, name) => {
+    const found = list.findIndex(test);
+    if (found < 0 && asked.has(name)) at.missing ||= `This page does not have ${name} ${asked.get(name)} of the link. `;
+    return Math.max(0, found);
+  };
+  at.run = place(data.runs, (r) => r.name === asked.get("run"), "run");
+  at.step = place(run().steps, (s) => String(s.step) === asked.get("step"), "step");
+  at.group = asked.has("group") ? place(step().groups, (g) => String(g.group) === asked.get("group"), "group") : firstGroup();
+  const one = group().rollouts.find((r) => String(r.k) === asked.get("rollout"));
+  at.rollout = one ? one.k : narrow.matches ? group().rollouts[0].k : "all";
   at.turn = Number(asked.get("turn")) || 0;
   return true;
 }
@@ -295,7 +301,7 @@ function render() {
   byId("rollouts").replaceChildren(el("legend", {}, what()), ...names.map(([k, label]) => el("button",
     {type: "button", "data-k": k, "aria-pressed": String(at.rollout === k), class: k === "all" && "every"}, label)));
   const g = group(), n = g.rollouts.length;
-  byId("group-says").textContent = `Task ${g.task}, ${n} ${what().toLowerCase()}s, ${g.solved} solved. ${lesson(g)}`;
+  byId("group-says").textContent = `${at.missing}Task ${g.task}, ${n} ${what().toLowerCase()}s, ${g.solved} solved. ${lesson(g)}`;
   byId("grid").replaceChildren(...grid());
   const again = focused.dataset.k && byId(inTurn ?? "rollouts")?.querySelector(`[data-k="${focused.dataset.k}"]`);
   if (again) {

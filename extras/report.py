@@ -25,9 +25,11 @@ from extras.runs import (
     KINDS, NAMES, ReportError, Run, arms_evaluated, arms_of, curves_of, domain_mean, equal_share, final, gains,
     held_out, is_number, mean_of, meanings, metric_keys, names_of, percent, plus_minus, read_runs, signed, thirds,
     trained)
+from extras.show import write_whole
 from faca import REACTION
 
-BUDGET, EVALUATED = 5e6, 3e6  # bytes for the rollouts of all runs, of all evaluations; the page stays under 10 MB
+PAGE = 9.9e6  # bytes of the page at most, but that charts are all drawn
+BUDGET, EVALUATED = 5e6, 3e6  # of these, at most, for the rollouts of all runs, of all evaluations
 WINDOW = 5  # steps of the running mean, in runs of at least LONG_RUN
 LONG_RUN = 30
 PHASES = {"rl": "training by RL", "held_out": "evaluation on held-out tasks", "sft": "SFT"}
@@ -336,24 +338,26 @@ def report(folders: list[Path], out: Path) -> str:
     found = [read_results(folder) for folder in folders if (folder / "run.json").is_file()]
     runs = read_runs([folder for folder in folders if not (folder / "run.json").is_file()], names)
     evaluated = arms_evaluated(found, names)
-    data, left_out = browsed(runs, evaluated, names)
     arms, keys = trained(runs), metric_keys(runs)
     with progress(range(7 + len(keys)), "charts") as bar:
         drawn = figures(arms, bar.update) if any(run.steps for run in arms) else ""
         options, templates = metrics(runs, keys, bar.update)
+    drawn = drawn or tag("p", "No run has done a step of RL yet.", class_="muted")
+    summed, shown = summary(runs), evaluations(evaluated, names, runs) if found else ""
+    room = PAGE - 2e5 - sum(len(part.encode(errors="replace")) for part in (drawn, options, templates, summed, shown))
+    data, left_out = browsed(runs, evaluated, names, min(max(room, 0) / (BUDGET + EVALUATED), 1))
     notes = [(run.name, note) for run in runs for note in run.notes]
     notes += [(names[results.folder], note) for results in found for note in oddities(results)]
     page = filled({"made": datetime.date.today().isoformat(), "headline": headline(runs, evaluated),
                    "measured": escape(measured(trained(runs) or runs)), "legend": legend(arms),
-                   "figures": drawn or tag("p", "No run has done a step of RL yet.", class_="muted"),
-                   "options": options, "templates": templates, "data": as_json(data)},
-                  {"summary": summary(runs), "curves": keys, "dialogues": data["runs"],
-                   "evaluations": evaluations(evaluated, names, runs) if found else "",
+                   "figures": drawn, "options": options, "templates": templates, "data": as_json(data)},
+                  {"summary": summed, "curves": keys, "dialogues": data["runs"],
+                   "evaluations": shown,
                    "notes": "".join(tag("li", tag("b", escape(name)) + escape(f": {note}"))
                                     for name, note in left_out + notes)})
     written = page.encode(errors="replace")
     try:
-        out.write_bytes(written)
+        write_whole(out, written)
     except OSError as error:
         raise ReportError(f"--out {out} can't be written ({error.strerror or error})") from None
     steps = sum(len(step_files(run.folder)) for run in runs)
@@ -362,13 +366,13 @@ def report(folders: list[Path], out: Path) -> str:
             + "".join(f"; {name}: {note}" for name, note in notes))
 
 
-def browsed(runs: list[Run], arms: dict[str, list[Results]],
-            names: dict[Path, str]) -> tuple[dict, list[tuple[str, str]]]:
-    """The rollouts that the page shows of each run and evaluation, in their budgets; (name, what was left out).
+def browsed(runs: list[Run], arms: dict[str, list[Results]], names: dict[Path, str],
+            part: float) -> tuple[dict, list[tuple[str, str]]]:
+    """The rollouts that the page shows of each run and evaluation, in a part of their budgets; (name, what was left).
 
     What could not be read is added to the runs' notes, and to what was left out of an evaluation.
     """
-    texts, left, shown, left_out = Texts(), BUDGET, [], []
+    texts, left, shown, left_out = Texts(), part * BUDGET, [], []
     evaluated = [(arm, results) for arm, members in arms.items() for results in members]
     files = sum(min(len(step_files(run.folder)), STEPS) for run in runs)
 
@@ -379,14 +383,14 @@ def browsed(runs: list[Run], arms: dict[str, list[Results]],
     with progress(range(files), "files of rollouts") as bar:
         for i, run in enumerate(runs):
             before = texts.size
-            steps, omitted, faults = sampled(run.folder, left / (len(runs) - i), texts, bar.update)
+            steps, omitted, faults = sampled(run.folder, left / (len(runs) - i), texts, bar.update, left)
             left = add(steps, before, name=run.name, arm=run.arm, lam=run.config["lam"], control=run.config["control"])
             run.notes += faults
             left_out += [(run.name, omitted)] if trained([run]) else []
-    left, order = EVALUATED, by_failures([results for _, results in evaluated])
+    left, order = part * EVALUATED, by_failures([results for _, results in evaluated])
     for i, (arm, results) in enumerate(evaluated):
         name, before = names[results.folder], texts.size
-        steps, omitted, faults = judged(results, order, left / (len(evaluated) - i), texts)
+        steps, omitted, faults = judged(results, order, left / (len(evaluated) - i), texts, left)
         left = add(steps, before, name=name, arm=arm, evaluation=True)
         left_out += [(name, note) for note in [omitted, *faults] if note]
     return {"runs": shown, "texts": texts.texts}, left_out

@@ -6,7 +6,6 @@ control (and model, tasks and user, where the runs given differ in them); its ru
 
 import itertools
 import json
-import math
 import re
 import statistics
 from collections.abc import Callable
@@ -61,7 +60,8 @@ class Run:
 
 
 def is_number(value) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Whether it can be drawn and averaged: neither NaN nor beyond what any metric can be (1e20, chosen)."""
+    return isinstance(value, int | float) and -1e20 < value < 1e20
 
 
 # -------------------------------------------------------------------------------------------------------- reading
@@ -71,10 +71,11 @@ def read_run(folder: Path) -> Run:
     """Raises ReportError where the folder is none of train.py's."""
     try:
         config = json.loads((folder / "config.json").read_text())
-        if wrong := [name for name, kind in OPTIONS.items() if not fits(config[name], kind)]:
+        if wrong := [name for name, kind in OPTIONS.items() if not fits(config[name], kind)
+                     or kind is not str and not is_number(config[name])]:
             raise ValueError(f"config.json has another kind of {wrong[0]}")
         text = (folder / "metrics.jsonl").read_bytes()
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ReportError(f"{folder} is neither a run folder of train.py (config.json, metrics.jsonl) nor results of "
                           f"`eval.py run` (run.json): {type(error).__name__}: {error}") from None
     rows, damaged = {"sft": [], "rl": [], "held_out": []}, []
@@ -82,10 +83,13 @@ def read_run(folder: Path) -> Run:
     for number, line in enumerate(every, 1):
         try:
             row = json.loads(line)
-            place = "at" if row["phase"] == "held_out" else "step"
-            if row["phase"] in rows and isinstance(row[place], str if place == "at" else int):
+            held_out = row["phase"] == "held_out"
+            if held_out and not isinstance(row["at"], str) or row["phase"] in ("sft", "rl") and not (
+                    isinstance(row["step"], int) and 0 <= row["step"] < 2**31):
+                raise ValueError("no place among the steps")
+            if row["phase"] in rows:
                 rows[row["phase"]].append(row)
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             damaged.append(number)
     run = Run(folder, config, rows)
     if damaged == [len(every)]:
@@ -100,7 +104,7 @@ def place_evaluations(run: Run) -> None:
     """Gives each evaluation the step that it stands at, and its pass@1 as the mean over domains."""
     names = [row["at"] for row in run.rows["held_out"]]
     for row in run.rows["held_out"]:
-        number = re.fullmatch(r"RL step (\d+)", row["at"])
+        number = re.fullmatch(r"RL step (\d{1,9})", row["at"])
         row["step"] = int(number[1]) if number else run.steps if row["at"] == "after RL" else 0
         domains = [value for key, value in row.items() if key.startswith("pass@1/") and is_number(value)]
         row["pass@1"] = statistics.fmean(domains) if domains else None
@@ -123,7 +127,8 @@ def read_runs(folders: list[Path], names: dict[Path, str]) -> list[Run]:
     runs = [read_run(folder) for folder in folders]
     for run in runs:
         run.name = names[run.folder]
-    apart = [key for key in ("env", "model", "simulator") if len({run.config.get(key) for run in trained(runs)}) > 1]
+    apart = [key for key in ("env", "model", "simulator")
+             if len({str(run.config.get(key)) for run in trained(runs)}) > 1]
     for run in runs:
         run.arm = arm_name(run.config)
         if run.config["method"] != "sft":

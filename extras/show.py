@@ -80,6 +80,20 @@ def save_rollouts(path: Path, records: list[Rollout]) -> None:
     part.replace(path)
 
 
+def write_whole(path: Path, content: bytes) -> None:
+    """As save_rollouts: what was there before stays until the new one is whole. A device is written to. OSError."""
+    path = Path(os.path.realpath(path))  # a link stays one
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def colours_wanted() -> bool:
     return bool(os.environ.get("FORCE_COLOR")) or (sys.stdout.isatty() and not os.environ.get("NO_COLOR"))
 
