@@ -151,10 +151,14 @@ def within(groups: list[list[Rollout]], budget: float, texts: Texts,
             continue
         size += (own := size_of(shown[-1]))
         if size + texts.size - start > most:
-            faults.append(f"group {shown.pop()['group']} is not shown: its dialogues take "
-                          f"{(own + texts.size - before[1]) / 1e6:.1f} MB, more than there is room for")
-            size -= own
+            took, size = own + texts.size - before[1], size - own
+            group = shown.pop()["group"]
             texts.forget(*before)
+            if shown:
+                break
+            if not faults:  # one tells enough
+                faults.append(f"group {group} is not shown: its dialogues take {took / 1e3:,.0f} kB, more than there "
+                              "is room for")
         elif size + texts.size - start >= budget:
             break
     return shown, size + texts.size - start, faults

@@ -42,9 +42,12 @@ def run(options: argparse.Namespace) -> int:
         on_first(endpoint.check)
     folder, held = Path(options.out), []
     on_first(lambda: held.append(occupy(folder)))
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         return play(options, folder, tasks, endpoint, agent_of(options, tasks, ranks))
     finally:
+        for number, handler in signals.items():
+            signal.signal(number, handler)
         for lock_file in held:
             lock_file.close()
 

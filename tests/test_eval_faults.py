@@ -1,5 +1,6 @@
 """What a user can get wrong with eval.py, and what a disk can: one line each, and nothing of the figures unsaid."""
 
+import contextlib
 import json
 import os
 import signal
@@ -87,7 +88,11 @@ def test_an_interrupt_before_there_is_anything_to_keep_is_no_traceback(tmp_path)
     folder = folder_of(tmp_path / "a", [[1]])
     (folder / "results.jsonl").unlink()
     os.mkfifo(folder / "results.jsonl")
-    shown = subprocess.Popen([sys.executable, "eval.py", "show", folder], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    shown = subprocess.Popen([sys.executable, "eval.py", "show", folder], cwd=ROOT, stderr=subprocess.PIPE, text=True,
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # ignored in background
     with (folder / "results.jsonl").open("w"):  # returns once it is being read
-        shown.send_signal(signal.SIGINT)
-        assert (shown.communicate()[1], shown.returncode) == ("eval.py: stopped\n", 130)
+        while shown.poll() is None:  # a signal just before a read begins is seen after it, which would be never
+            shown.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                shown.wait(5)
+    assert (shown.communicate()[1], shown.returncode) == ("eval.py: stopped\n", 130)
