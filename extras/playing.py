@@ -104,7 +104,7 @@ def play(options: argparse.Namespace, folder: Path, tasks: list[Task], endpoint,
     print(show(results))
     for who, tallies in zip(("user", "agent"), zip(*taken, strict=True), strict=True):
         if spent := sum(map(Counter, tallies), Counter()):
-            print(f"\nasked of the {who} in this session: " + ", ".join(f"{name} {n:,}" for name, n in spent.items()))
+            print(f"\nasked of the {who} since this start: " + ", ".join(f"{name} {n:,}" for name, n in spent.items()))
     return 0
 
 
