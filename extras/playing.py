@@ -41,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
     if endpoint:
         on_first(endpoint.check)
     folder, held = Path(options.out), []
+    fresh = not folder.exists()
     on_first(lambda: held.append(occupy(folder)))
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
@@ -49,6 +50,9 @@ def run(options: argparse.Namespace) -> int:
         for number, handler in signals.items():
             signal.signal(number, handler)
         for lock_file in held:
+            if fresh and [path.name for path in folder.iterdir()] == ["lock"]:  # refused before it began
+                (folder / "lock").unlink()
+                folder.rmdir()
             lock_file.close()
 
 

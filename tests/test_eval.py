@@ -488,7 +488,7 @@ def test_what_is_no_result_is_named_in_one_line(evaluated, tmp_path, monkeypatch
     (run / "model").mkdir(parents=True)
     for name in ("config.json", "metrics.jsonl"):
         (run / name).write_text("{}")
-    assert main(monkeypatch, "run", "--model", run) == 2
+    assert main(monkeypatch, "run", "--model", run, "--out", tmp_path / "out") == 2 and not (tmp_path / "out").exists()
     assert f"it is a run folder of train.py; its model is '{run / 'model'}'" in capsys.readouterr().err
     (tmp_path / "empty").mkdir()
     cases = [(tmp_path / "none", "no folder"), (tmp_path / "empty", "no folder of results"),
