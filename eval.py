@@ -1,6 +1,7 @@
 """Evaluation: what a policy does on tasks, verified by the domain and counted strictly.
 
     python eval.py run --model RUN/model --env mini:telecom,mini:retail --trials 4 --out DIR
+    python eval.py show DIR                    what `run` prints at its end, once more
     python eval.py rescore DIR                 scores the saved dialogues again, by replay
     python eval.py compare A B                 two results, task by task
     python eval.py table 'faca/*' 'grpo/*'     arms and their seeds, beside the paper's tables
@@ -76,13 +77,9 @@ def summary(records: list[Rollout], tries: list[Rollout] = ()) -> dict[str, floa
             **{f"errors/{kind}": n for kind, n in sorted(errors.items())}}
 
 
-def solved(record: Rollout) -> bool:
-    return record.reward == 1.0 and not record.void
-
-
 def pass_at_1(records: list[Rollout]) -> float:
     """Share of the solved among all, the void ones in the denominator; NaN for none."""
-    return sum(map(solved, records)) / len(records) if records else math.nan
+    return sum(r.solved for r in records) / len(records) if records else math.nan
 
 
 def longest_prompt(tasks: list[Task], chat: Chat) -> int:
@@ -131,7 +128,7 @@ def mcnemar(a_only: int, b_only: int) -> float:
 def score(results: Results) -> dict[str, float]:
     """The figures of all tasks of complete results; what they mean stands at the top of this file."""
     tasks, trials = results.run["tasks"], results.run["trials"]
-    count = Counter(r.task for r in results.records if solved(r))
+    count = Counter(r.task for r in results.records if r.solved)
     total, n = count.total(), len(tasks) * trials
     low, high = wilson(total, n)
     return {"tasks": len(tasks), "dialogues": n, "solved": total, "pass@1": total / n if n else math.nan,

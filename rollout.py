@@ -103,6 +103,10 @@ class Rollout:
     def void(self) -> bool:
         return Stop(self.stop).void
 
+    @property
+    def solved(self) -> bool:
+        return self.reward == 1.0 and not self.void
+
     def append(self, ids: list[int], segment: int = -1, logprobs: list[float] | None = None) -> None:
         """The one way tokens enter the record; the three lists keep one length."""
         self.tokens += ids

@@ -117,12 +117,11 @@ def read(folder: Path, sample: int, seed: int) -> Reading:
                     out.void[record.stop] += 1
                     continue
                 out.valid.append(facts := facts_of(record, step, path))
-                for q in facts.answered if sample else ():  # a reservoir: each turn is as likely to end up in it
-                    if facts.labels[q] != "invalid":
-                        turns += 1
-                        place = len(out.sample) if len(out.sample) < sample else rng.randrange(turns)
-                        if place < sample:
-                            out.sample[place:place + 1] = [(facts.labels[q], dialogue_of(record, q, path))]
+                for q in [q for q in facts.answered if facts.labels[q] != "invalid"] if sample else ():
+                    turns += 1  # a reservoir: each turn is as likely to end up in it
+                    place = len(out.sample) if len(out.sample) < sample else rng.randrange(turns)
+                    if place < sample:
+                        out.sample[place:place + 1] = [(facts.labels[q], dialogue_of(record, q, path))]
     out.torn += len(ends)
     if not out.valid:
         raise AuditError(f"{folder} has no rollout with a result ({out.void.total()} are void)")

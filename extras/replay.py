@@ -34,7 +34,7 @@ def reason_of(record: Rollout, task: Task) -> str:
     a judge found all statements true, would the reward be 1?
     """
     stop = Stop(record.stop)
-    if record.void or record.reward == 1:
+    if record.void or record.solved:
         return "missing" if record.void else ""
     if stop == Stop.USER_LEFT:
         return "user gave up" if record.reactions[-1] == -1 else "stopped without closure"

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from extras.ranks import UsageError
-from extras.show import RolloutFileError, parse_rollout
+from extras.show import RolloutFileError, parse_rollout, write_whole
 from rollout import Rollout, Stop
 
 
@@ -34,10 +34,6 @@ class Result(Rollout):
     ended: str = ""
     user: str = ""    # the model that has answered as the user, by its own name
     reason: str = ""  # why it has failed; "" if it is solved
-
-    @property
-    def solved(self) -> bool:
-        return self.reward == 1.0 and not self.void
 
 
 @dataclass
@@ -204,9 +200,8 @@ def started(folder: Path, run: dict) -> bool:
             raise ResultsError(f"--out {folder} was begun with other options: {'; '.join(differing)}")
         if not more:
             return True
-    begun, part = (folder / "run.json").is_file(), folder / "run.json.part"
-    part.write_text(json.dumps(run, indent=1) + "\n")
-    part.replace(folder / "run.json")
+    begun = (folder / "run.json").is_file()
+    write_whole(folder / "run.json", (json.dumps(run, indent=1) + "\n").encode())
     return begun
 
 

@@ -74,14 +74,12 @@ def parse_rollout(line: str | bytes, kind: type = Rollout) -> Rollout:
 
 
 def save_rollouts(path: Path, records: list[Rollout]) -> None:
-    """One JSON object a line, under a name of its own until it is whole."""
-    part = path.with_suffix(".part")
-    part.write_text("".join(json.dumps(asdict(r)) + "\n" for r in records))
-    part.replace(path)
+    """One JSON object a line."""
+    write_whole(path, "".join(json.dumps(asdict(r)) + "\n" for r in records).encode())
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """As save_rollouts: what was there before stays until the new one is whole. A device is written to. OSError."""
+    """Under a name of its own until it is whole: what was there before stays until then. A device is written to."""
     path = Path(os.path.realpath(path))  # a link stays one
     if path.exists() and not path.is_file():
         path.write_bytes(content)

@@ -6,6 +6,7 @@ from datetime import datetime
 
 from env import Call, Task
 from extras.results import Result, Results, events
+from extras.show import write_whole
 from rollout import Stop
 
 ENDS = {Stop.USER_CLOSED: "user_stop", Stop.USER_LEFT: "user_stop", Stop.OUT_OF_SCOPE: "user_stop",
@@ -97,6 +98,4 @@ def write_tau2(results: Results, tasks: list[Task]) -> None:
     (results.folder / "tau2").mkdir(exist_ok=True)
     for domain in results.run["limits"]:
         path = results.folder / "tau2" / f"{domain.replace(':', '-')}.json"
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(tau2_results(results, {task.id: task for task in tasks}, domain)))
-        part.replace(path)
+        write_whole(path, json.dumps(tau2_results(results, {task.id: task for task in tasks}, domain)).encode())
