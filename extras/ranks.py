@@ -107,12 +107,12 @@ def light(records: list[Rollout]) -> list[Rollout]:
 
 
 def on_first(act: Callable):
-    """What act() gives on rank 0, on all ranks; what it refuses (a ValueError, a SimulatorError), all refuse alike."""
+    """What act() gives on rank 0, on all ranks; what it refuses (UsageError, SimulatorError), all refuse alike."""
     value = refusal = None
     if dist.get_rank() == 0:
         try:
             value = act()
-        except (ValueError, SimulatorError) as error:
+        except (UsageError, SimulatorError) as error:
             refusal = str(error)
     value, refusal = all_gather((value, refusal))[0]
     if refusal is not None:

@@ -275,7 +275,7 @@ def test_two_steps_and_two_after_a_resume_are_four_in_one_go(straight, tmp_path)
 MOMENTS = [  # what the process was about to do when it was killed
     ("open", "metrics.jsonl", 3),  # SFT's first row
     ("os.rename", "sft-000003.part", 1),
-    ("open", "step-00001.part", 1),
+    ("open", "step-00001.jsonl.part", 1),
     ("shutil.rmtree", "checkpoints/sft-000002", 1),
     ("open", "metrics.jsonl", 4),  # the evaluation's row, amid RL
     ("open", "rl-000004.part/model.part/config.json", 1),
