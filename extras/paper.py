@@ -28,3 +28,8 @@ TABLE_4 = {"8B lambda 0.5": (39.37, 47.37), "8B lambda 0.1": (36.78, 45.61), "8B
 # Paired tasks of 14B's first runs, FACA against Interactive GRPO: both, FACA only, Interactive GRPO only, neither; and
 # of the FACA-only wins, how many the other lost by its error budget (the rest stopped without task closure).
 CELLS = {"tau2:telecom": ((23, 73, 7, 11), 68), "tau3:telecom": ((47, 48, 11, 8), 28)}
+
+# Of the runs with lambda .5: positive-reaction share and nonzero process coverage over the first and the last 40 steps
+# (8B), outcome-homogeneous groups and process share of L1 (8B, 14B), steps of 120 where process exceeds outcome.
+TELEMETRY = {"positive_share": (69.95, 82.51), "coverage": (86.16, 82.50), "homogeneous": (39.27, 31.04),
+             "process_share": (36.00, 33.79), "process_exceeds": (6, 1)}

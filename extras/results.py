@@ -13,7 +13,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
@@ -150,7 +150,7 @@ class Log:
         self.read, self.solved, self.void = 0, 0, 0
 
     def append(self, record: Result) -> None:
-        line = json.dumps(asdict(record)).encode() + b"\n"
+        line = json.dumps(vars(record)).encode() + b"\n"
         fcntl.flock(self.file, fcntl.LOCK_EX)
         try:
             self.cut()

@@ -175,14 +175,17 @@ class TelecomUser(ScriptedUser):
         return [fault for fault, thing in self.THING.items() if re.search(rf"\b(?:{thing})\b", text)]
 
     def take_step(self, fault: str, text: str) -> Reaction:
-        right, wrong = self.MENDS.get(fault, ("", "(?!)"))
-        backwards = re.search(wrong, text) and not re.search(right, text)
-        if backwards or not self.act("do_step", fault=fault)["changed"]:
-            sign = self.sign()
+        if not self.carry_out(fault, text):
             words = self.say("That changed nothing, still {}.", "It did not help, I see {}.")
-            return "challenge_solution", words.format(sign)
+            return "challenge_solution", words.format(self.sign())
         self.told.add(fault)
         return self.closing() or self.tell_sign("confirm", "Done, now I see {}.", "OK, now there is {}.")
+
+    def carry_out(self, fault: str, text: str) -> bool:
+        """Does what the text tells to do about the fault; whether that changed anything."""
+        right, wrong = self.MENDS.get(fault, ("", "(?!)"))
+        backwards = re.search(wrong, text) and not re.search(right, text)
+        return not backwards and self.act("do_step", fault=fault)["changed"]
 
     def tell_sign(self, strategy: str = "reveal_piece", *wordings: str) -> Reaction:
         """What the status bar shows; asked for again without a change between, it is no news."""

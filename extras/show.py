@@ -11,7 +11,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import get_args, get_origin
 
@@ -75,7 +75,7 @@ def parse_rollout(line: str | bytes, kind: type = Rollout) -> Rollout:
 
 def save_rollouts(path: Path, records: list[Rollout]) -> None:
     """One JSON object a line."""
-    write_whole(path, "".join(json.dumps(asdict(r)) + "\n" for r in records).encode())
+    write_whole(path, "".join(json.dumps(vars(r)) + "\n" for r in records).encode())
 
 
 def write_whole(path: Path, content: bytes) -> None:

@@ -1,0 +1,398 @@
+"""The paper's argument at toy scale, rerun by one command: tables and a figure beside the paper's, seeds and spread.
+
+    python tests/miniature.py --out DIR    all of it, in at most two hours on two cores; goes on where it was stopped
+    python tests/miniature.py --quick      one seed of both arms, minutes: what holds by a wide margin, or exit code 1
+    python tests/miniature.py --show FILE  the tables of a results file once more, without DIR: tests/miniature.json
+
+DIR gets every run and evaluation as train.py and eval.py leave them (2 GB), and of them results.json, tables.txt and
+curves.png. The tables that the README shows are those of the committed tests/miniature.json.
+
+Settings are train.py's own, equal for all arms: 8 prompts x 4 rollouts, learning rate 3e-4 after 10 steps of warm-up.
+The learning rate was chosen by the training reward of both arms on seed 100, from an SFT checkpoint of seed 100, with
+no held-out task played; the tables are of seeds 0-4, from an SFT checkpoint of seed 0, on held-out tasks. Seeds are of
+the RL run: the SFT checkpoint of a setting is one, for all.
+
+The settings: telecom and retail are mini:telecom and mini:retail; vague is mini:telecom with a customer who answers
+every step vaguely; extremes is mini:telecom from an expert who is nearly always right in some things, and nearly never
+in others (tests/variations.py has what no option of train.py has).
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+os.environ["OMP_NUM_THREADS"] = "1"  # two runs side by side, and each is fastest on one thread
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402  after the thread count
+from fake_user import FakeUser, by_rule  # noqa: E402
+from miniature_tables import curve_mean, figure, tables  # noqa: E402
+from tqdm import tqdm  # noqa: E402
+from transformers import AutoModelForCausalLM  # noqa: E402
+
+import faca  # noqa: E402
+import train  # noqa: E402
+from extras import arms  # noqa: E402
+from extras.playing import made  # noqa: E402
+from extras.ranks import UsageError, start_processes  # noqa: E402
+from extras.results import ResultsError, complete  # noqa: E402
+from extras.run import lock  # noqa: E402
+from extras.show import load_rollouts, write_whole  # noqa: E402
+from extras.tables import read_curve  # noqa: E402
+from rollout import credit_tensors  # noqa: E402
+
+STEPS, LONG = 40, 60        # RL steps of a run, and of the runs of Table 2 on telecom
+SHARE = (0.1, 0.5)          # what --quick holds the process share to: the paper's are 0.36 and 0.34
+TRIALS = 4                  # dialogues a held-out task, of the models at the end of Table 2
+FACA, GRPO = ["--method", "faca"], ["--method", "grpo"]
+# Table 4's other rows, and the noise in the labels: arm -> (variation, options)
+CONTROLS = {"lambda 0.1": ("plain", [*FACA, "--lam", "0.1"]), "lambda -0.5": ("plain", [*FACA, "--lam", "-0.5"]),
+            "shifted": ("plain", [*FACA, "--control", "shifted"]),
+            "randomized": ("plain", [*FACA, "--control", "randomized"])}
+NOISE = {f"noise {share}": (f"noise-{share}", FACA) for share in (10, 30, 50)}
+SCALED, DROPPED = ("scaled", GRPO), ("dropped", GRPO)
+
+
+# -------------------------------------------------------------------------------------------------------- the jobs
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command: a run of SFT or RL under DIR/runs, or an evaluation of its model under DIR/results."""
+
+    folder: str              # below DIR
+    command: tuple[str, ...]
+    cost: float              # about as long as so many RL steps
+    lines: int               # of its file of progress, when it is through
+    needs: str = ""          # the folder of the job before it
+
+    def through(self, out: Path) -> bool:
+        if self.folder.startswith("runs/"):
+            return (out / self.folder / "model").is_dir() and self.seen(out) >= self.lines
+        try:
+            return bool(complete(out / self.folder))
+        except ResultsError:
+            return False
+
+    def seen(self, out: Path) -> int:
+        """Lines of progress so far."""
+        try:
+            if self.folder.startswith("results/"):
+                return (out / self.folder / "results.jsonl").read_bytes().count(b"\n")
+            return (out / self.folder / "metrics.jsonl").read_bytes().count(b"\n")
+        except OSError:
+            return 0
+
+    def start(self, out: Path, held) -> subprocess.Popen:
+        """In a session of its own, so that a Ctrl-C reaches it once, from here. What it prints is in DIR/logs.
+
+        held: the lock of DIR, which is free again when this command and all that it started have ended.
+        """
+        command = [part.replace("DIR", str(out)) for part in self.command]
+        if (out / self.folder / "config.json").exists():
+            command = [*command[:2], "--resume", str(out / self.folder)]
+        log = out / "logs" / (self.folder.replace("/", "-") + ".log")
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a") as file:
+            return subprocess.Popen([sys.executable, *command], stdout=file, stderr=file, cwd=ROOT,
+                                    start_new_session=True, pass_fds=[held.fileno()])
+
+
+def sft(setting: str, variation: str = "plain", env: str = "mini:telecom", dialogues: int = 3) -> Job:
+    return Job(f"runs/{setting}/sft", ("tests/variations.py", variation, "--method", "sft", "--env", env, "--out",
+                                       f"DIR/runs/{setting}/sft", "--sft-dialogues", str(dialogues)), 30, 201)
+
+
+def rl(setting: str, arm: str, variation: str, options: list[str], seed: int, env: str = "mini:telecom",
+       steps: int = STEPS) -> Job:
+    """A line of metrics for each step, and one for the evaluation after each tenth."""
+    folder = f"runs/{setting}/{arm.replace(' ', '_')}-{seed}"
+    return Job(folder, ("tests/variations.py", variation, *options, "--env", env, "--model",
+                        f"DIR/runs/{setting}/sft/model", "--seed", str(seed), "--steps", str(steps), "--eval-every",
+                        "10", "--out", f"DIR/{folder}"), steps * 1.2, steps + steps // 10, f"runs/{setting}/sft")
+
+
+def played(job: Job, env: str = "mini:telecom") -> Job:
+    """The evaluation of a run's last model."""
+    folder = job.folder.replace("runs/", "results/", 1)
+    tasks = {"mini:telecom": 100, "mini:retail": 96}[env]
+    return Job(folder, ("eval.py", "run", "--model", f"DIR/{job.folder}/model", "--env", env, "--trials", str(TRIALS),
+                        "--out", f"DIR/{folder}"), 5, tasks * TRIALS, job.folder)
+
+
+def plan() -> list[Job]:
+    """All there is to do, the most telling first."""
+    jobs = [sft("telecom"), sft("retail", env="mini:retail"), sft("vague", "vague"), sft("extremes", "extremes")]
+    table_2 = [played(jobs[0]), played(jobs[1], "mini:retail")]
+    for seed in range(5):
+        for setting, env, steps in (("telecom", "mini:telecom", LONG), ("retail", "mini:retail", STEPS)):
+            for arm, options in (("FACA", FACA), ("GRPO", GRPO)):
+                table_2 += [run := rl(setting, arm, "plain", options, seed, env, steps), played(run, env)]
+    jobs += table_2
+    for seed in range(3):
+        jobs += [rl("telecom", arm, *what, seed) for arm, what in CONTROLS.items()]
+        jobs += [rl("vague", arm, "vague", options, seed) for arm, options in (("FACA", FACA), ("GRPO", GRPO))]
+        jobs += [rl("telecom", arm, *what, seed) for arm, what in NOISE.items()]
+        jobs += [rl("extremes", arm, *what, seed) for arm, what in {
+            "FACA": ("plain", FACA), "GRPO": ("plain", GRPO), "dropped": DROPPED, "scaled": SCALED}.items()]
+        jobs += [rl("telecom", "scaled", *SCALED, seed)]
+    return jobs
+
+
+def quick_plan() -> list[Job]:
+    return [sft("telecom", dialogues=1), *(rl("telecom", arm, "plain", options, 0)
+                                           for arm, options in (("FACA", FACA), ("GRPO", GRPO)))]
+
+
+def work(jobs: list[Job], out: Path, held, at_once: int = 2) -> None:
+    """Runs what is not through, at_once side by side. Raises UsageError, which names the log, where one fails."""
+    through = {job.folder for job in jobs if job.through(out)}
+    waiting, running = [job for job in jobs if job.folder not in through], {}
+    bar = tqdm(total=round(sum(job.cost for job in jobs)), unit="step", dynamic_ncols=True,
+               mininterval=0.1 if sys.stderr.isatty() else 30,
+               initial=round(sum(job.cost for job in jobs if job.folder in through)))
+    try:
+        while waiting or running:
+            for job in [job for job in waiting if job.needs in through | {""}][:at_once - len(running)]:
+                running[job] = job.start(out, held)
+                waiting.remove(job)
+            time.sleep(0.5)
+            for job, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[job]
+                if not job.through(out):
+                    raise UsageError(f"{job.folder} ended with exit code {process.returncode} before it was through; "
+                                     f"see {out}/logs/{job.folder.replace('/', '-')}.log; the same command goes on")
+                through.add(job.folder)
+            part = {job: min(job.seen(out) / job.lines, 1) for job in running}
+            bar.n = round(sum(job.cost for job in jobs if job.folder in through)
+                          + sum(job.cost * share for job, share in part.items()))
+            bar.set_postfix_str(", ".join(job.folder for job in running), refresh=False)
+            bar.update(0)
+    finally:
+        for process in running.values():
+            process.send_signal(signal.SIGTERM)  # a run saves what is done
+        for process in running.values():
+            process.wait()
+        bar.close()
+
+
+# ----------------------------------------------------------------------------------------------------- the results
+
+
+def of_run(folder: Path) -> dict:
+    """What is kept of a run: its curve, and means over all steps, the first and the last third of them."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    (config, curve), (_, start) = read_curve(folder), read_curve(folder.parent / "sft")
+    steps = {"after SFT": "0", "after RL": str(config["steps"])}
+    rl = [figures(row) for row in rows if row["phase"] == "rl"]
+    third = len(rl) // 3
+
+    def means(rows: list[dict]) -> dict[str, float]:
+        return {name: round(statistics.fmean(row[name] for row in rows), 5) for name in rows[0]}
+    return {"curve": {steps.get(at, at.removeprefix("RL step ")): round(value, 5)
+                      for at, value in (start | curve).items()},
+            "all": means(rl), "first": means(rl[:third]), "last": means(rl[-third:]),
+            "process_exceeds": sum(row["process_share"] > 0.5 for row in rl),
+            "step_seconds": round(statistics.median(row["seconds"] for row in rl), 4)}
+
+
+def figures(row: dict) -> dict[str, float]:
+    """Of one RL step. A batch without any signal makes no update: it moves the weights by 0."""
+    groups = [row[f"groups_{kind}"] for kind in ("correct", "wrong", "mixed")]
+    return {name: row.get(name, 0.0) for name in ("success", "positive_share", "coverage", "process_share",
+                                                  "update_norm", "advantage_l1", "grad_norm")} | {
+        "all_correct": groups[0] / sum(groups), "all_wrong": groups[1] / sum(groups),
+        "seconds": sum(row[f"seconds_{part}"] for part in ("rollout", "credit", "update", "refresh"))}
+
+
+def of_evaluation(folder: Path) -> dict[str, str]:
+    """Task -> a character for each of its dialogues, 1 where it was solved."""
+    found: dict[str, str] = {}
+    for record in sorted(complete(folder).records, key=lambda r: (r.task, r.k)):
+        found[record.task] = found.get(record.task, "") + "01"[record.solved]
+    return found
+
+
+def credit_seconds(folder: Path, repeats: int = 50) -> dict[str, float]:
+    """What the advantages of one step's rollouts take, outcome alone and FACA's; medians."""
+    x = credit_tensors(load_rollouts(sorted((folder / "rollouts").glob("step-*.jsonl"))[-1]))
+    observed_NQ, spent = x["observed_NQ"] & x["valid_N"][:, None], {"outcome": [], "faca": []}
+    for _ in range(repeats):
+        for name, act in (("outcome", lambda: faca.outcome_advantage(x["reward_N"], x["group_N"], x["valid_N"])),
+                          ("faca", lambda: faca.faca_advantage(x["reward_N"], x["reaction_NQ"], observed_NQ,
+                                                               x["group_N"], 0.5, x["valid_N"]))):
+            began = time.perf_counter()
+            act()
+            spent[name].append(time.perf_counter() - began)
+    return {name: round(statistics.median(each), 6) for name, each in spent.items()}
+
+
+def endpoint_smoke(out: Path, held) -> dict[str, dict]:
+    """Two steps of both arms with a user behind an endpoint on loopback: did every part of the protocol hold?"""
+    found = {}
+    with FakeUser(by_rule) as server:
+        for arm, options in (("FACA", FACA), ("GRPO", GRPO)):
+            user = ["--simulator", "loopback-user", "--simulator-url", server.url, "--eval-trials", "0"]
+            job = replace(rl("telecom", f"endpoint {arm}", "plain", [*options, *user], 0, steps=2), lines=2)
+            if not job.through(out):  # the port is another one now
+                shutil.rmtree(out / job.folder, ignore_errors=True)
+                work([job], out, held)
+            rows = [json.loads(line) for line in (out / job.folder / "metrics.jsonl").read_text().splitlines()]
+            found[arm] = {name: sum(row.get(name, 0) for row in rows) for name in (
+                "rollouts", "void", "segments", "observed", "strategy/invalid", "simulator/requests",
+                "simulator/faults")}
+    return found
+
+
+def collect(jobs: list[Job], out: Path, about: dict) -> dict:
+    """Everything that the tables are made of."""
+    runs = [job.folder for job in jobs if job.folder.startswith("runs/") and job.needs]
+    return {"about": about, "runs": {name.removeprefix("runs/"): of_run(out / name) for name in runs},
+            "results": {job.folder.removeprefix("results/"): of_evaluation(out / job.folder)
+                        for job in jobs if job.folder.startswith("results/")}}
+
+
+# ------------------------------------------------------------------------------------------------------- --quick
+
+
+def outcome_gradient_gap(run: Path) -> float:
+    """lambda 0's gradient on a run's first rollouts, against an outcome-only loss in its plainest form, written here.
+
+    The largest difference of an entry, as a share of the largest entry.
+    """
+    config = arms.recorded({"from_rollouts": str(run / "rollouts/step-00000.jsonl")})
+    records = arms.read_batch(config.from_rollouts)
+    start_processes()
+    trainer = train.Trainer(config, sampling=False)
+    ours, _ = arms.gradient(trainer, records, arms.credit(records, config.seed, 0)[0]["GRPO"])
+
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    total = sum(s >= 0 for r in records for s in r.segment)
+    for record in records:
+        group = [r.reward for r in records if r.group == record.group]
+        spread = statistics.stdev(group)
+        advantage = (record.reward - statistics.fmean(group)) / (spread + 1e-6) if spread else 0.0
+        logits = model(torch.tensor([record.tokens])).logits[0]
+        logits[:, trainer.banned] = -torch.inf
+        logp = logits.log_softmax(-1)
+        (-advantage * sum(logp[t - 1, record.tokens[t]] for t, s in enumerate(record.segment) if s >= 0)
+         / total).backward()
+    plain = [p.grad.flatten() for p in model.parameters()]
+    return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)) / max(
+        float(b.abs().max()) for b in plain)
+
+
+def quick(out: Path, held) -> int:
+    """What must hold by a wide margin, each with its figure; 1 if something does not."""
+    jobs = quick_plan()
+    work(jobs, out, held)
+    runs = {arm: of_run(out / f"runs/telecom/{arm}-0") for arm in ("FACA", "GRPO")}
+    curves = {arm: run["curve"] for arm, run in runs.items()}
+    rise = curves["FACA"][str(STEPS)] - curves["FACA"]["0"]
+    lead = curve_mean(curves["FACA"]) - curve_mean(curves["GRPO"])
+    share, gap = runs["FACA"]["all"]["process_share"], outcome_gradient_gap(out / "runs/telecom/GRPO-0")
+    checks = [(rise >= 0.2, f"held-out success rises by {rise:.3f}, at least 0.2"),
+              (lead > -0.05, f"FACA's mean over the curve less Interactive GRPO's is {lead:+.3f}, above -0.05"),
+              (SHARE[0] < share < SHARE[1], f"process share is {share:.3f}, between {SHARE[0]} and {SHARE[1]}"),
+              (gap < 1e-4, f"lambda 0 has the gradient of an outcome-only loss, but for {gap:.1e} of it, below 1e-4")]
+    for arm, curve in curves.items():
+        print(f"{arm:6}" + "  ".join(f"{step}: {value:.3f}" for step, value in curve.items()))
+    for held_true, words in checks:
+        print(("ok    " if held_true else "FAILS ") + words)
+    return int(not all(held_true for held_true, _ in checks))
+
+
+# --------------------------------------------------------------------------------------------------- command line
+
+
+def began(out: Path, jobs: list[Job]) -> dict:
+    """What is known of the machine and the code, kept in DIR/about.json; commits are all those that worked on DIR."""
+    path = out / "about.json"
+    about = json.loads(path.read_text()) if path.exists() else {"commits": [], "minutes": 0.0}
+    commit = made().get("commit", "unknown")
+    if commit not in about["commits"]:
+        if about["commits"]:
+            print(f"miniature.py: {out} was begun at {about['commits'][-1]} and goes on at {commit}: the results name "
+                  "both", file=sys.stderr)
+        about["commits"].append(commit)
+    about |= {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "cores": os.cpu_count(),
+              "runs": sum(bool(job.needs) and job.folder.startswith("runs/") for job in jobs)}
+    write_whole(path, json.dumps(about).encode())
+    return about
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of all runs and of the results; it may exist")
+    parser.add_argument("--quick", action="store_true", help="a check in minutes (without --out, nothing is kept)")
+    parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of a results file, and draw "
+                        "curves.png beside it")
+    parser.add_argument("--plan", action="store_true", help="list the runs, and exit")
+    options = parser.parse_args()
+    if not (options.out or options.quick or options.show or options.plan):
+        parser.error("--out DIR is missing (two hours, or --quick: minutes); --show FILE only prints")
+    return options
+
+
+def main(options: argparse.Namespace) -> int:
+    if options.plan:
+        print("\n".join(" ".join(("python", *job.command)) for job in plan()))
+        return 0
+    if options.show:
+        return show(json.loads(options.show.read_text()), options.show.parent)
+    with tempfile.TemporaryDirectory() as scratch:
+        out = (options.out or Path(scratch)).resolve()
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            held = lock(out)  # by the jobs, too: one that outlives a killed command keeps the folder
+        except OSError as error:
+            raise UsageError(f"--out {out}: {error}") from None
+        if options.quick:
+            return quick(out, held)
+        jobs = plan()
+        about, start = began(out, jobs), time.monotonic()
+        try:
+            work(jobs, out, held)
+        finally:
+            about["minutes"] = round(about["minutes"] + (time.monotonic() - start) / 60, 1)
+            write_whole(out / "about.json", json.dumps(about).encode())
+        results = collect(jobs, out, about) | {"endpoint": endpoint_smoke(out, held), "credit": {
+            arm: credit_seconds(out / f"runs/telecom/{arm}-0") for arm in ("FACA", "GRPO")}}
+        write_whole(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
+        return show(results, out)
+
+
+def show(results: dict, out: Path) -> int:
+    text = "\n\n".join(tables(results).values())
+    write_whole(out / "tables.txt", (text + "\n").encode())
+    figure(results, out / "curves.png")
+    print(text + f"\n\n{out}/results.json, tables.txt, curves.png")
+    return 0
+
+
+def stop(number: int, frame) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, stop)
+    try:
+        sys.exit(main(parse()))
+    except (UsageError, ResultsError, OSError, ValueError) as error:
+        print(f"miniature.py: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        print("miniature.py: stopped; the same command goes on", file=sys.stderr)
+        sys.exit(130)

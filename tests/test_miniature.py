@@ -1,0 +1,202 @@
+"""The miniature of the paper's argument: its statistics, what its variations change, its jobs, and the quick check."""
+
+import asyncio
+import json
+import math
+import random
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import miniature
+import pytest
+import torch
+import variations
+from extras.ranks import UsageError
+from extras.run import lock
+from miniature_tables import curve_mean, paired_t
+
+import train
+from env import load_tasks, make_env
+from extras import tiny
+from extras.mini import Telecom
+from extras.scripted import TelecomUser
+from faca import REACTION
+
+TASKS = load_tasks("mini:telecom", "train")
+STEPS = {fault: f"Please {step}." for fault, (_, step) in Telecom.FAULTS.items()}
+
+
+def test_a_curves_mean_leaves_out_where_it_begins_and_what_comes_later():
+    assert curve_mean({"0": 0.1, "10": 0.2, "20": 0.4, "30": 0.9}, 20) == pytest.approx(0.3)
+
+
+def test_the_paired_t_test_agrees_with_its_closed_forms():
+    t = 2 / (1 / math.sqrt(3))  # of 1, 2, 3; with 2 degrees of freedom p = 1 - t / sqrt(t^2 + 2)
+    assert paired_t([1.0, 2.0, 3.0]) == pytest.approx(1 - t / math.sqrt(t * t + 2), abs=1e-7)
+    gains = [4.0, -1.0, 2.0, 3.0, 0.5]  # mean 1.7, sample deviation sqrt(4.2)
+    t = 1.7 / math.sqrt(3.95) * math.sqrt(5)  # squares about the mean: 5.29 + 7.29 + 0.09 + 1.69 + 1.44 = 15.8
+    sine, cosine2 = t / math.sqrt(4 + t * t), 4 / (4 + t * t)
+    assert paired_t(gains) == pytest.approx(1 - sine * (1 + cosine2 / 2), abs=1e-7)  # 4 degrees of freedom
+    assert math.isnan(paired_t([1.0])) and math.isnan(paired_t([2.0, 2.0]))
+
+
+# ------------------------------------------------------------------------------------------------------- variations
+
+
+class Talk:
+    """A user of that class in its world."""
+
+    def __init__(self, user: type, task, seed: int = 0):
+        self.env = make_env(task)
+        self.user = user(task.facts, lambda calls: [self.env.call(*calls[0], "user").content], seed)
+
+    def says(self, text: str):
+        return asyncio.run(self.user.reply(text))
+
+
+def dialogue(user: type, task, seed: int) -> list:
+    """What the user says to an agent that tries every step in an order of its own."""
+    talk, rng = Talk(user, task, seed), random.Random(seed)
+    texts = ["What is your phone number?", tiny.CHECK, *rng.sample(list(STEPS.values()), 6)]
+    said = []
+    for text in texts:
+        said.append(talk.says(text))
+        if said[-1].end:
+            break
+    return said
+
+
+def test_noise_turns_that_share_of_the_labels_and_nothing_else():
+    clear = [turn for seed in range(150) for turn in dialogue(TelecomUser, TASKS[seed % 64], seed)]
+    for share in (0.0, 0.1, 0.5, 1.0):
+        noisy = [turn for seed in range(150)
+                 for turn in dialogue(variations.noisy(TelecomUser, share), TASKS[seed % 64], seed)]
+        assert [(t.utterance, t.end) for t in noisy] == [(t.utterance, t.end) for t in clear]
+        f = [(REACTION[a.strategy], REACTION[b.strategy]) for a, b in zip(clear, noisy, strict=True)]
+        turned = [a != b for a, b in f]
+        assert sum(turned) / len(turned) == pytest.approx(share, abs=0.05)
+        assert all(b == -a for (a, b), here in zip(f, turned, strict=True) if here and a)
+
+
+def test_a_vague_user_tells_what_a_step_did_only_when_asked_to_look():
+    task = next(t for t in TASKS if [c.arguments.get("fault") for c in t.gold] == ["mobile_data", "vpn"])
+    talk = Talk(variations.VagueUser, task)
+    for text, strategy in [("What is your phone number?", "reveal_piece"), (tiny.CHECK, "reveal_piece"),
+                           (STEPS["apn"], "be_vague"), (tiny.CHECK, "be_vague"),  # it was wrong: patience 2
+                           (STEPS["mobile_data"], "be_vague"), (tiny.CHECK, "reveal_piece"),
+                           (STEPS["apn"], "be_vague"), (tiny.CHECK, "be_vague"),  # patience 1
+                           (STEPS["vpn"], "be_vague"), (tiny.CHECK, "close")]:
+        turn = talk.says(text)
+        assert (turn.strategy, turn.end) == (strategy, "stop" * (strategy == "close")), text
+        if strategy == "be_vague" and text != tiny.CHECK:
+            assert turn.utterance in variations.VagueUser.VAGUE
+    talk = Talk(variations.VagueUser, task)
+    turns = [talk.says(text) for text in [tiny.CHECK, *[STEPS["apn"], tiny.CHECK] * 3]]
+    assert [turn.end for turn in turns] == [""] * 6 + ["stop"] and turns[-1].strategy == "change_mind"
+    asked = [("user", "It is 520."), ("assistant", STEPS["vpn"]), ("user", "OK.")]
+    assert variations.asking_expert(asked, random.Random(0)) == tiny.CHECK
+
+
+def batch():
+    """Two prompts of two rollouts and two segments: one group mixed, one all wrong."""
+    return {"reward_N": torch.tensor([1.0, 0, 0, 0]), "group_N": torch.tensor([0, 0, 1, 1]),
+            "valid_N": torch.ones(4, dtype=torch.bool), "exists_NQ": torch.tensor([[1, 1], [1, 0], [1, 1], [1, 1]]) > 0,
+            "observed_NQ": torch.tensor([[1, 1], [1, 0], [1, 0], [1, 0]]) > 0,
+            "reaction_NQ": torch.tensor([[1.0, 1], [-1, 0], [1, 0], [-1, 0]])}
+
+
+def test_scaled_outcome_credit_has_the_magnitude_of_facas_and_the_direction_of_grpos():
+    x, generator = batch(), torch.Generator()
+    scaled_NQ = variations.scaled(train.advantages)(x, 0.0, "none", generator)
+    faca_NQ, grpo_NQ = (train.advantages(x, lam, "none", generator) for lam in (0.5, 0.0))
+    # each |A^o| and |A^p| is 1/sqrt 2: FACA's segments have 1.5, 1 (alone at q 1: no process), 1.5 and .5, 0, .5, 0
+    assert float(faca_NQ[x["exists_NQ"]].abs().sum()) == pytest.approx(5 / math.sqrt(2), rel=1e-5)
+    assert float(scaled_NQ[x["exists_NQ"]].abs().sum()) == pytest.approx(5 / math.sqrt(2), rel=1e-5)
+    torch.testing.assert_close(scaled_NQ, grpo_NQ * 5 / 3)
+    x["reward_N"] = torch.zeros(4)  # nothing to scale
+    assert not variations.scaled(train.advantages)(x, 0.0, "none", generator).any()
+
+
+def test_dropped_takes_rollouts_of_constant_groups_out_of_rl_and_out_of_rl_alone():
+    records = [SimpleNamespace(outcome_advantage=a) for a in (0.7, -0.7, 0.0, 0.0)]
+    seen = variations.dropped(lambda self, records, lr, objective, updates: records)
+    assert seen(None, records, 0.1, None) == records[:2]
+    assert seen(None, records, 0.1, train.negative_log_likelihood) == records
+
+
+def test_a_variation_that_is_none_is_one_line_and_exit_code_2():
+    for name in ("", "noise", "noise-101", "plainer"):
+        found = subprocess.run([sys.executable, "tests/variations.py", name], cwd=miniature.ROOT, capture_output=True,
+                               text=True)
+        assert found.returncode == 2 and found.stderr.count("\n") == 1 and "noise-P" in found.stderr
+
+
+# ------------------------------------------------------------------------------------------------------------- jobs
+
+
+def test_the_plan_has_every_arm_of_the_issue_on_matched_seeds():
+    jobs = miniature.plan()
+    folders = [job.folder for job in jobs]
+    assert len(set(folders)) == len(folders)
+    for job in jobs:
+        assert not job.needs or folders.index(job.needs) < folders.index(job.folder)
+    seeds = {}
+    for folder in folders:
+        if folder.startswith("runs/") and not folder.endswith("sft"):
+            seeds.setdefault(folder.rpartition("-")[0].removeprefix("runs/"), []).append(folder.rpartition("-")[2])
+    five = {"telecom/FACA", "telecom/GRPO", "retail/FACA", "retail/GRPO"}
+    three = {"telecom/lambda_0.1", "telecom/lambda_-0.5", "telecom/shifted", "telecom/randomized", "telecom/scaled",
+             "telecom/noise_10", "telecom/noise_30", "telecom/noise_50", "vague/FACA", "vague/GRPO", "extremes/FACA",
+             "extremes/GRPO", "extremes/dropped", "extremes/scaled"}
+    assert seeds == {arm: list("01234" if arm in five else "012") for arm in five | three}
+
+
+def small_jobs() -> list:
+    """One step of each arm, from two steps of SFT."""
+    first = miniature.sft("telecom", dialogues=1)
+    jobs = [replace(first, command=(*first.command, "--sft-steps", "2", "--eval-trials", "1"), lines=3)]
+    for arm, options in (("FACA", miniature.FACA), ("GRPO", miniature.GRPO)):
+        job = miniature.rl("telecom", arm, "plain", [*options, "--prompts", "2", "--eval-trials", "0"], 0, steps=2)
+        jobs.append(replace(job, lines=2))
+    return jobs
+
+
+def test_jobs_that_were_stopped_or_killed_go_on_and_a_failed_one_is_named(tmp_path):
+    """A stopped command leaves nothing at work; the next one skips what is through, and resumes what is not."""
+    jobs = small_jobs()
+    script = (f"import sys; sys.path[:0] = [{str(miniature.ROOT / 'tests')!r}]; import test_miniature as t\n"
+              f"from pathlib import Path; out = Path({str(tmp_path)!r})\n"
+              "t.miniature.work(t.small_jobs(), out, t.lock(out))")
+    killed = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, cwd=tmp_path)
+    while not (tmp_path / "runs/telecom/sft/model").exists():
+        assert killed.poll() is None, killed.stderr.read()
+        time.sleep(0.1)
+    killed.terminate()
+    killed.wait()
+    deadline = time.monotonic() + 120
+    while True:  # a child that outlives it holds the folder until it ends
+        try:
+            held = lock(tmp_path)
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+    before = (tmp_path / "runs/telecom/sft/metrics.jsonl").read_bytes()
+    miniature.work(jobs, tmp_path, held)
+    assert (tmp_path / "runs/telecom/sft/metrics.jsonl").read_bytes() == before
+    assert all(job.through(tmp_path) for job in jobs)
+    rows = [json.loads(line) for line in (tmp_path / jobs[1].folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1] and all(row["update_norm"] > 0 for row in rows if row["signal"])
+    wrong = miniature.rl("telecom", "FACA", "plain", ["--lam", "0.6"], 7)
+    with pytest.raises(UsageError, match=r"runs/telecom/FACA-7 ended with exit code 2 .* logs/runs-telecom-FACA-7.log"):
+        miniature.work([*jobs, wrong], tmp_path, held)
+
+
+def test_the_quick_check_holds(tmp_path):
+    """Trains both arms on the embedded domain: a regression in what is learned fails here."""
+    found = subprocess.run([sys.executable, "tests/miniature.py", "--quick", "--out", str(tmp_path)],
+                           cwd=miniature.ROOT, capture_output=True, text=True)
+    assert found.returncode == 0 and found.stdout.count("\nok ") == 4, found.stdout + found.stderr[-2000:]
