@@ -1,13 +1,16 @@
 """What tests/miniature.py shows of its results: tables of text and one figure, each beside the paper's figures.
 
 A results file holds, for each run "SETTING/ARM-SEED": `curve` {step: held-out pass@1}, means of metrics over `all`, the
-`first` and the `last` third of its steps; for each evaluation at the end, task -> its dialogues, 1 where solved.
+`first` and the `last` third of its steps; for each evaluation at the end, a word for each task, with a 1 for each
+dialogue that was solved.
 
 Success is in percent. A curve's mean leaves out step 0, where all arms start, and has every tenth step up to 40 unless
 another is named. A gain is matched by seed: same SFT checkpoint, same tasks and users, same first rollouts; its p is of
 the paired t-test over seeds, two-sided.
 """
 
+import hashlib
+import json
 import math
 import statistics
 import sys
@@ -134,25 +137,26 @@ def last_step(runs: Runs, setting: str) -> int:
 def end_shares(results: dict, setting: str, arm: str) -> dict[int, float]:
     """Seed -> percentage of dialogues solved by the models at the end; of SFT as seed 0."""
     found = {}
-    for name, tasks in results["results"].items():
+    for name, flags in results["results"].items():
         if name == f"{setting}/{arm}" or name.startswith(f"{setting}/{arm}-"):
-            text = "".join(tasks.values())
-            found[int(name.rpartition("-")[2]) if "-" in name else 0] = 100 * text.count("1") / len(text)
+            solved, failed = flags.count("1"), flags.count("0")
+            found[int(name.rpartition("-")[2]) if "-" in name else 0] = 100 * solved / (solved + failed)
     return dict(sorted(found.items()))
 
 
 def dialogues(results: dict, setting: str) -> int:
-    return sum(map(len, results["results"][f"{setting}/sft"].values()))
+    return len(results["results"][f"{setting}/sft"].replace(" ", ""))
 
 
 def task_interval(results: dict, setting: str) -> tuple[float, float]:
     """95 % interval of FACA - Interactive GRPO over tasks, the dialogues of all seeds pooled."""
     pairs = {}
-    for name, tasks in results["results"].items():
+    for name, ours in results["results"].items():
         if name.startswith(f"{setting}/FACA-"):
-            other = results["results"][name.replace("FACA", "GRPO")]
-            pairs |= {(task, (name, k)): (a == "1", b == "1") for task, flags in tasks.items()
-                      for k, (a, b) in enumerate(zip(flags, other[task], strict=True))}
+            theirs = results["results"][name.replace("FACA", "GRPO")]
+            pairs |= {(task, (name, k)): (a == "1", b == "1")
+                      for task, words in enumerate(zip(ours.split(), theirs.split(), strict=True))
+                      for k, (a, b) in enumerate(zip(*words, strict=True))}
     return bootstrap(pairs, 0)
 
 
@@ -279,6 +283,11 @@ INK, COLOURS = "#333333", {"FACA": "#c2410c", "GRPO": "#1d4ed8", "paper": "#8a8a
 NAMES = {"GRPO": "Interactive GRPO", "FACA": "FACA"}
 
 
+def digest(results: dict) -> str:
+    """Of all figures in it: the picture carries that of the results which it was drawn from."""
+    return hashlib.blake2b(json.dumps(results, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
 def figure(results: dict, path: Path) -> None:
     """Above, the curves of each setting, in a band from the lowest seed to the highest; below gains, a dot a seed."""
     import matplotlib
@@ -311,7 +320,7 @@ def figure(results: dict, path: Path) -> None:
         for ax in axes[1]:
             ax.axhline(0, color=INK, linewidth=0.8)
         axes[1][0].set_ylabel("points of pass@1, mean over the curve")
-        drawn.savefig(path, dpi=110)
+        drawn.savefig(path, dpi=110, metadata={"Description": f"results {digest(results)}"})
         pyplot.close(drawn)
 
 
