@@ -1,8 +1,8 @@
 """What tests/miniature.py shows of its results: tables of text and one figure, each beside the paper's figures.
 
 A results file holds, for each run "SETTING/ARM-SEED": `curve` {step: held-out pass@1}, means of metrics over `all`, the
-`first` and the `last` third of its steps; for each evaluation at the end, a word for each task, with a 1 for each
-dialogue that was solved.
+`first` and the `last` third of its steps; for some, how far reactions lead to the better rollouts; for each evaluation
+at the end, a word for each task, with a 1 for each dialogue that was solved.
 
 Success is in percent. A curve's mean leaves out step 0, where all arms start, and has every tenth step up to 40 unless
 another is named. A gain is matched by seed: same SFT checkpoint, same tasks and users, same first rollouts; its p is of
@@ -27,6 +27,8 @@ from extras.tables import grid, spread  # noqa: E402
 TABLE_4_OF = {"FACA": "8B lambda 0.5", "lambda 0.1": "8B lambda 0.1", "GRPO": "8B outcome only",
               "shifted": "8B shifted 0.5", "randomized": "8B randomized 0.5", "lambda -0.5": "8B lambda -0.5"}
 UPTO = 40  # the step that settings and arms are compared at, unless another is named
+THREE = range(3)  # seeds of all arms but those of Table 2
+BESIDE = [f"step {UPTO}", "curve's mean", "its gain", "p"]
 
 
 # ------------------------------------------------------------------------------------------------------- statistics
@@ -79,8 +81,16 @@ class Runs:
         ours, theirs = (getattr(self, measure)(setting, name, step, seeds) for name in (arm, "GRPO"))
         return [a - b for a, b in zip(ours, theirs, strict=True)]
 
+    def lead(self, setting: str, arm: str) -> list[str]:
+        """Two cells, means over seeds: of all turns, and without the last of each dialogue."""
+        found = [each for name, each in self.results["leads"].items()
+                 if name.startswith(f"{setting}/{arm.replace(' ', '_')}-")]
+        return [f"{statistics.fmean(each[name] for each in found):+.2f}" for name in ("all turns", "all but the last")]
+
     def mean(self, setting: str, arm: str, name: str, part: str = "all", seeds=None) -> list[float]:
-        return [run[part][name] for run in self.of(setting, arm, seeds).values()]
+        """Of a metric, by seed; "constant" is of groups whose rewards are all equal."""
+        names = ("all_correct", "all_wrong") if name == "constant" else (name,)
+        return [sum(run[part][n] for n in names) for run in self.of(setting, arm, seeds).values()]
 
 
 def gained(gains: list[float]) -> str:
@@ -109,7 +119,7 @@ def outcome(runs: Runs) -> str:
     for setting, paper, last in (("telecom", 4, last_step(runs, "telecom")), ("retail", 3, last_step(runs, "retail"))):
         ends = {name: end_shares(runs.results, setting, name) for name in ("GRPO", "FACA")}
         sft = end_shares(runs.results, setting, "sft")
-        rows = [[f"mini:{setting}", "seeds", *(f"step {step}" for step in range(10, last + 1, 10)), "curve's mean",
+        rows = [[f"mini:{setting}", "seeds", "step 10", *map(str, range(20, last + 1, 10)), "curve's mean",
                  f"end, {dialogues(runs.results, setting)} dialogues", "paper, 8B"],
                 ["SFT", "1", *[""] * (last // 10), "", spread(list(sft.values())), str(TABLE_2["8B SFT"][paper])]]
         for arm, name in (("GRPO", "Interactive GRPO"), ("FACA", "FACA")):
@@ -124,10 +134,12 @@ def outcome(runs: Runs) -> str:
             f"FACA - Interactive GRPO {what}: {gained(each)}  (seeds: {', '.join(f'{g:+.1f}' for g in each)})"
             for what, each in gains.items()),
             f"the same at the end, 95 % over tasks, seeds pooled: {100 * low:+.1f} to {100 * high:+.1f}"]))
-    told = "; ".join(f"{size} {', '.join(f'{g:+.2f}' for g in each)}" for size, each in GAINS.items())
-    spreads = "; ".join(f"{name} {mean} ±{sd}" for name, (mean, sd) in SPREAD.items())
-    return ("Table 2. Held-out pass@1, %. Paper, 8B: tau2 Telecom, tau2 Retail\n\n" + "\n\n".join(parts)
-            + f"\n\npaper, FACA - Interactive GRPO by seed, average of nine: {told}\npaper, average of nine: {spreads}")
+    papers = [f"paper, {size}, average of nine domains: "
+              + " -> ".join(f"{SPREAD[f'{size} {name}'][0]} ±{SPREAD[f'{size} {name}'][1]}"
+                            for name in ("Interactive GRPO", "FACA"))
+              + f"; by seed {', '.join(f'{gain:+.2f}' for gain in each)}" for size, each in GAINS.items()]
+    return "\n".join(["Table 2. Held-out pass@1, %. Paper, 8B: tau2 Telecom, tau2 Retail", "", "\n\n".join(parts), "",
+                      *papers])
 
 
 def last_step(runs: Runs, setting: str) -> int:
@@ -160,34 +172,40 @@ def task_interval(results: dict, setting: str) -> tuple[float, float]:
     return bootstrap(pairs, 0)
 
 
+def beside(runs: Runs, setting: str, arm: str) -> list[str]:
+    """Cells of an arm, seeds 0-2: success at UPTO, the curve's mean, its gain over Interactive GRPO, and p."""
+    cells = [spread(runs.at(setting, arm, seeds=THREE)), spread(runs.means(setting, arm, seeds=THREE))]
+    gains = runs.gains(setting, arm)[:3]
+    return [*cells, *(["", ""] if arm == "GRPO" else [spread(gains, 1, "+"), f"{paired_t(gains):.3f}"])]
+
+
 def controls(runs: Runs) -> str:
     """Table 4, gains over outcome only, matched by seed."""
-    base = TABLE_4["8B outcome only"]
-    rows = [["mini:telecom", "seeds", f"step {UPTO}", "curve's mean", "gain, curve's mean", "p", "paper Avg", "gain",
-             "paper tau2 Tel", "gain"]]
-    for arm, paper in TABLE_4_OF.items():
-        seeds = range(3)
-        gains = runs.gains("telecom", arm)[:3]
-        p = paired_t(gains)
+    rows = [["mini:telecom", *BESIDE, "paper, Avg", "gain", "tau2 Tel", "gain"]]
+    for arm, name in TABLE_4_OF.items():
+        papers = [(f"{mine:.2f}", f"{mine - base:+.2f}" if arm != "GRPO" else "")
+                  for mine, base in zip(TABLE_4[name], TABLE_4["8B outcome only"], strict=True)]
         rows.append([{"FACA": "lambda 0.5, aligned", "GRPO": "outcome only"}.get(arm, arm),
-                     str(len(runs.of("telecom", arm, seeds))), spread(runs.at("telecom", arm, seeds=seeds)),
-                     spread(runs.means("telecom", arm, seeds=seeds)), spread(gains, 1, "+") if arm != "GRPO" else "",
-                     "" if math.isnan(p) else f"{p:.3f}", *(cell for i in (0, 1) for cell in (
-                         f"{TABLE_4[paper][i]:.2f}", f"{TABLE_4[paper][i] - base[i]:+.2f}" if arm != "GRPO" else ""))])
+                     *beside(runs, "telecom", arm), *papers[0], *papers[1]])
     return "Table 4. Credit put out of place, lost, and reversed; seeds 0-2\n\n" + grid(rows)
 
 
 def observability(runs: Runs) -> str:
     """The gain beside what a user's reactions can tell."""
-    rows = [["setting", "seeds", "SFT", "GRPO, curve's mean", "FACA", "gain", "p", "positive", "coverage", "process"]]
+    rows = [["curve's mean", "seeds", "SFT", "Interactive GRPO", "FACA", "gain", "p", "positive", "coverage",
+             "process", "lead", "but last"]]
     for setting in ("telecom", "retail", "vague"):
         gains = runs.gains(setting, "FACA")
         rows.append([setting, str(len(gains)), f"{statistics.fmean(runs.at(setting, 'FACA', 0)):.1f}",
                      spread(runs.means(setting, "GRPO")), spread(runs.means(setting, "FACA")), spread(gains, 1, "+"),
                      f"{paired_t(gains):.3f}", *(f"{statistics.fmean(runs.mean(setting, 'FACA', name)):.3f}"
-                                                 for name in ("positive_share", "coverage", "process_share"))])
-    return ("Observability: the gain where the user sees what the agent causes (telecom), where progress hides in "
-            "tools (retail),\nand where a user of the telecom tasks answers every step vaguely\n\n" + grid(rows))
+                                                 for name in ("positive_share", "coverage", "process_share")),
+                     *runs.lead(setting, "FACA")])
+    return "\n".join([
+        "Observability: the gain where the user sees what the agent causes (telecom), where progress hides in tools",
+        "(retail), and where a user of the telecom tasks answers every step vaguely. Lead: how far reactions point to",
+        "the better rollouts of a prompt, from -1 to +1; but last: without the last turn of each dialogue", "",
+        grid(rows)])
 
 
 def telemetry(runs: Runs) -> str:
@@ -201,55 +219,46 @@ def telemetry(runs: Runs) -> str:
                  for setting in ("telecom", "retail") for part in ("first", "last")]
         stated = TELEMETRY[name] if name in ("positive_share", "coverage") else ()  # by thirds; the others as a whole
         rows.append([words, *cells, *([f"{x:.2f}" for x in stated] or ["", ""])])
-    both = {setting: statistics.fmean(a + b for a, b in zip(runs.mean(setting, "FACA", "all_correct"),
-                                                            runs.mean(setting, "FACA", "all_wrong"), strict=True))
-            for setting in ("telecom", "retail")}
-    shares = {setting: statistics.fmean(runs.mean(setting, "FACA", "process_share")) for setting in both}
-    exceeds = {setting: [run["process_exceeds"] for run in runs.of(setting, "FACA").values()] for setting in both}
-    lines = ["groups all correct or all wrong, all steps: "
-             + ", ".join(f"{setting} {100 * x:.1f} %" for setting, x in both.items())
+    def overall(name: str) -> str:
+        return ", ".join(f"{setting} {100 * statistics.fmean(runs.mean(setting, 'FACA', name)):.1f} %"
+                         for setting in ("telecom", "retail"))
+    exceeds = "; ".join(f"{setting} {', '.join(str(run['process_exceeds']) for run in found.values())} of {last}"
+                        for setting in ("telecom", "retail")
+                        for found, last in [(runs.of(setting, "FACA"), last_step(runs, setting))])
+    lines = ["groups all correct or all wrong, all steps: " + overall("constant")
              + "; paper {} % (8B), {} % (14B)".format(*TELEMETRY["homogeneous"]),
-             "process share of L1, all steps: " + ", ".join(f"{s} {100 * x:.1f} %" for s, x in shares.items())
+             "process share of L1, all steps: " + overall("process_share")
              + "; paper {} %, {} %".format(*TELEMETRY["process_share"]),
-             "steps in which process exceeds outcome, by seed: "
-             + "; ".join(f"{setting} {', '.join(map(str, each))} of {last_step(runs, setting)}"
-                         for setting, each in exceeds.items())
-             + "; paper {} and {} of 120".format(*TELEMETRY["process_exceeds"])]
+             f"steps in which process exceeds outcome: {exceeds}; paper {{}}, {{}} of 120".format(
+                 *TELEMETRY["process_exceeds"])]
     return "\n".join(["Telemetry: first against last third of the steps, means over seeds", "", grid(rows), "", *lines])
 
 
 def homogeneous(runs: Runs) -> str:
     """Credit where most outcome groups are constant; or is it a larger update?"""
-    rows = [["setting, arm", "seeds", f"step {UPTO}", "curve's mean", "gain over GRPO", "p", "constant groups",
-             "mean |A|", "gradient", "update"]]
-    names = {"GRPO": "Interactive GRPO", "dropped": "GRPO, constant groups dropped",
-             "scaled": "GRPO, scaled to FACA's L1", "FACA": "FACA"}
-    for setting, arms in (("extremes", names), ("telecom", {n: w for n, w in names.items() if n != "dropped"})):
-        for arm, words in arms.items():
-            seeds = range(3)
-            gains = runs.gains(setting, arm)[:3]
-            p = paired_t(gains)
-            constant = [a + b for a, b in zip(runs.mean(setting, arm, "all_correct", seeds=seeds),
-                                              runs.mean(setting, arm, "all_wrong", seeds=seeds), strict=True)]
-            rows.append([f"{setting}: {words}", str(len(runs.of(setting, arm, seeds))),
-                         spread(runs.at(setting, arm, seeds=seeds)), spread(runs.means(setting, arm, seeds=seeds)),
-                         "" if arm == "GRPO" else spread(gains, 1, "+"), "" if math.isnan(p) else f"{p:.3f}",
-                         f"{100 * statistics.fmean(constant):.0f} %",
-                         *(f"{statistics.fmean(runs.mean(setting, arm, name, seeds=seeds)):.3f}"
-                           for name in ("advantage_l1", "grad_norm", "update_norm"))])
-    return ("Homogeneous groups, and the size of the update (L2 norms of gradient and of the weights' change, means "
-            "over steps)\n\n" + grid(rows))
+    rows = [["", *BESIDE, "constant", "mean |A|", "gradient", "update"]]
+    names = {"GRPO": "Interactive GRPO", "dropped": "GRPO, constant dropped", "scaled": "GRPO, scaled to FACA",
+             "FACA": "FACA"}
+    for setting in ("extremes", "telecom"):
+        for arm, words in names.items():
+            if setting == "telecom" and arm in ("dropped", "scaled"):
+                continue
+            constant, *sizes = (statistics.fmean(runs.mean(setting, arm, name, seeds=THREE)) for name in (
+                "constant", "advantage_l1", "grad_norm", "update_norm"))
+            rows.append([f"{setting}: {words}", *beside(runs, setting, arm), f"{100 * constant:.0f} %",
+                         *(f"{size:.3f}" for size in sizes)])
+    return ("Homogeneous groups, and the size of the update: share of groups with constant rewards, mean |A| over\n"
+            "tokens, L2 norms of gradient and of the weights' change, means over steps; seeds 0-2\n\n" + grid(rows))
 
 
 def noise(runs: Runs) -> str:
     """How wrong the labels may be."""
-    rows = [["labels turned", "seeds", f"step {UPTO}", "curve's mean", "gain over GRPO", "p", "by seed"]]
+    rows = [["labels turned", *BESIDE, "by seed", "lead", "but last"]]
     for share in (0, 10, 30, 50):
-        arm, seeds = f"noise {share}" if share else "FACA", range(3)
-        gains = runs.gains("telecom", arm)[:3]
-        rows.append([f"{share} %", str(len(gains)), spread(runs.at("telecom", arm, seeds=seeds)),
-                     spread(runs.means("telecom", arm, seeds=seeds)), spread(gains, 1, "+"), f"{paired_t(gains):.3f}",
-                     ", ".join(f"{gain:+.1f}" for gain in gains)])
+        arm = f"noise {share}" if share else "FACA"
+        rows.append([f"{share} %", *beside(runs, "telecom", arm),
+                     ", ".join(f"{gain:+.1f}" for gain in runs.gains("telecom", arm)[:3]),
+                     *runs.lead("telecom", arm)])
     return "Noise in the user's labels (not in the paper): FACA on telecom, seeds 0-2\n\n" + grid(rows)
 
 
@@ -273,8 +282,8 @@ def endpoint(found: dict) -> str:
     """The same run with a user behind an endpoint."""
     rows = [["user on loopback", "rollouts", "void", "segments", "reactions", "invalid", "requests", "faults"]]
     rows += [[arm, *(str(value) for value in counts.values())] for arm, counts in found.items()]
-    return ("The JSON protocol over a real endpoint, two steps of each arm; its user names labels at random: a check "
-            "that it works, no result\n\n" + grid(rows))
+    return ("The JSON protocol over a real endpoint, two steps of each arm; its user names labels at random: a check,\n"
+            "no result\n\n" + grid(rows))
 
 
 # ----------------------------------------------------------------------------------------------------------- figure
@@ -309,11 +318,9 @@ def figure(results: dict, path: Path) -> None:
         draw_controls(axes[1][0], runs)
         draw_gains(axes[1][1], "gain over outcome only, by setting", [
             (setting, runs.gains(setting, "FACA")) for setting in ("telecom", "retail", "vague", "extremes")])
-        draw_gains(axes[1][2], "credit, or just a larger update?", [
-            ("telecom,\nFACA", runs.gains("telecom", "FACA")), ("telecom,\nscaled", runs.gains("telecom", "scaled")),
-            ("extremes,\nFACA", runs.gains("extremes", "FACA")),
-            ("extremes,\nscaled", runs.gains("extremes", "scaled")),
-            ("extremes,\ndropped", runs.gains("extremes", "dropped"))])
+        draw_gains(axes[1][2], "extremes: credit, or just a larger update?", [
+            ("FACA", runs.gains("extremes", "FACA")), ("GRPO, scaled\nto FACA", runs.gains("extremes", "scaled")),
+            ("GRPO, constant\ndropped", runs.gains("extremes", "dropped"))])
         draw_gains(axes[1][3], "labels turned", [
             (f"{share} %", runs.gains("telecom", f"noise {share}" if share else "FACA")[:3])
             for share in (0, 10, 30, 50)])
@@ -339,8 +346,10 @@ def draw_curves(ax, runs: Runs, setting: str) -> None:
 def draw_controls(ax, runs: Runs) -> None:
     """Ours as dots by seed, the paper's tau2 Telecom as crosses on an axis of its own: its gains are larger."""
     arms = [arm for arm in TABLE_4_OF if arm != "GRPO"]
-    draw_gains(ax, "Table 4: gain over outcome only", [(arm.replace("FACA", "lambda 0.5").replace(" ", "\n"),
-                                                        runs.gains("telecom", arm)[:3]) for arm in arms])
+    names = {"FACA": "lambda\n0.5", "lambda 0.1": "lambda\n0.1", "lambda -0.5": "lambda\n-0.5",
+             "randomized": "random-\nized"}
+    draw_gains(ax, "Table 4: gain over outcome only", [(names.get(arm, arm), runs.gains("telecom", arm)[:3])
+                                                       for arm in arms])
     right = ax.twinx()
     base = TABLE_4["8B outcome only"][1]
     right.plot(range(len(arms)), [TABLE_4[TABLE_4_OF[arm]][1] - base for arm in arms], "x", color=COLOURS["paper"],
@@ -358,7 +367,7 @@ def draw_gains(ax, title: str, gains: list[tuple[str, list[float]]]) -> None:
     for place, (_, each) in enumerate(gains):
         ax.plot([place] * len(each), each, "o", color=COLOURS["FACA"], alpha=0.45, markersize=5)
         ax.plot([place - 0.22, place + 0.22], [statistics.fmean(each)] * 2, color=COLOURS["FACA"], linewidth=2.5)
-    ax.set_xticks(range(len(gains)), [name for name, _ in gains])
+    ax.set_xticks(range(len(gains)), [name for name, _ in gains], fontsize=8)
     ax.set_xlim(-0.6, len(gains) - 0.4)
     ax.set_title(title)
     ax.grid(axis="y", color="#dddddd", linewidth=0.6)

@@ -148,7 +148,7 @@ def test_the_plan_has_every_arm_of_the_issue_on_matched_seeds():
         if folder.startswith("runs/") and not folder.endswith("sft"):
             seeds.setdefault(folder.rpartition("-")[0].removeprefix("runs/"), []).append(folder.rpartition("-")[2])
     five = {"telecom/FACA", "telecom/GRPO", "retail/FACA", "retail/GRPO"}
-    three = {"telecom/lambda_0.1", "telecom/lambda_-0.5", "telecom/shifted", "telecom/randomized", "telecom/scaled",
+    three = {"telecom/lambda_0.1", "telecom/lambda_-0.5", "telecom/shifted", "telecom/randomized",
              "telecom/noise_10", "telecom/noise_30", "telecom/noise_50", "vague/FACA", "vague/GRPO", "extremes/FACA",
              "extremes/GRPO", "extremes/dropped", "extremes/scaled"}
     assert seeds == {arm: list("01234" if arm in five else "012") for arm in five | three}
