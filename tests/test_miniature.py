@@ -148,7 +148,7 @@ def test_the_plan_has_every_arm_of_the_issue_on_matched_seeds():
         if folder.startswith("runs/") and not folder.endswith("sft"):
             seeds.setdefault(folder.rpartition("-")[0].removeprefix("runs/"), []).append(folder.rpartition("-")[2])
     five = {"telecom/FACA", "telecom/GRPO", "retail/FACA", "retail/GRPO"}
-    three = {"telecom/lambda_0.1", "telecom/lambda_-0.5", "telecom/shifted", "telecom/randomized",
+    three = {"telecom/lambda_0.1", "telecom/lambda_-0.5", "telecom/shifted", "telecom/randomized", "telecom/scaled",
              "telecom/noise_10", "telecom/noise_30", "telecom/noise_50", "vague/FACA", "vague/GRPO", "extremes/FACA",
              "extremes/GRPO", "extremes/dropped", "extremes/scaled"}
     assert seeds == {arm: list("01234" if arm in five else "012") for arm in five | three}
@@ -156,8 +156,8 @@ def test_the_plan_has_every_arm_of_the_issue_on_matched_seeds():
 
 def small_jobs() -> list:
     """One step of each arm, from two steps of SFT."""
-    first = miniature.sft("telecom", dialogues=1)
-    jobs = [replace(first, command=(*first.command, "--sft-steps", "2", "--eval-trials", "1"), lines=3)]
+    first = miniature.sft("telecom", steps=2)
+    jobs = [replace(first, command=(*first.command, "--sft-dialogues", "1", "--eval-trials", "1"))]
     for arm, options in (("FACA", miniature.FACA), ("GRPO", miniature.GRPO)):
         job = miniature.rl("telecom", arm, "plain", [*options, "--prompts", "2", "--eval-trials", "0"], 0, steps=2)
         jobs.append(replace(job, lines=2))
