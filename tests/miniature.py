@@ -138,7 +138,8 @@ def played(job: Job, env: str = "mini:telecom") -> Job:
 
 def plan() -> list[Job]:
     """All there is to do, the most telling first."""
-    jobs = [sft("telecom"), sft("retail", env="mini:retail", steps=400), sft("vague", "vague"), sft("extremes", "extremes")]
+    jobs = [sft("telecom"), sft("retail", env="mini:retail", steps=400), sft("vague", "vague"),
+            sft("extremes", "extremes")]
     table_2 = [played(jobs[0]), played(jobs[1], "mini:retail")]
     for seed in range(5):
         for setting, env, steps in (("telecom", "mini:telecom", LONG), ("retail", "mini:retail", STEPS)):
