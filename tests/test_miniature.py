@@ -56,17 +56,18 @@ class Talk:
     def says(self, text: str):
         return asyncio.run(self.user.reply(text))
 
+    def until_the_end(self, texts: list[str]) -> list:
+        """The user's turns, as long as the user goes on."""
+        said = []
+        while len(said) < len(texts) and not (said and said[-1].end):
+            said.append(self.says(texts[len(said)]))
+        return said
+
 
 def dialogue(user: type, task, seed: int) -> list:
     """What the user says to an agent that tries every step in an order of its own."""
-    talk, rng = Talk(user, task, seed), random.Random(seed)
-    texts = ["What is your phone number?", tiny.CHECK, *rng.sample(list(STEPS.values()), 6)]
-    said = []
-    for text in texts:
-        said.append(talk.says(text))
-        if said[-1].end:
-            break
-    return said
+    steps = random.Random(seed).sample(list(STEPS.values()), 6)
+    return Talk(user, task, seed).until_the_end(["What is your phone number?", tiny.CHECK, *steps])
 
 
 def test_noise_turns_that_share_of_the_labels_and_nothing_else():
@@ -93,9 +94,9 @@ def test_a_vague_user_tells_what_a_step_did_only_when_asked_to_look():
         assert (turn.strategy, turn.end) == (strategy, "stop" * (strategy == "close")), text
         if strategy == "be_vague" and text != tiny.CHECK:
             assert turn.utterance in variations.VagueUser.VAGUE
-    talk = Talk(variations.VagueUser, task)
-    turns = [talk.says(text) for text in [tiny.CHECK, *[STEPS["apn"], tiny.CHECK] * 3]]
-    assert [turn.end for turn in turns] == [""] * 6 + ["stop"] and turns[-1].strategy == "change_mind"
+    for texts, turns in (([STEPS["apn"], tiny.CHECK] * 3, 5), ([STEPS["apn"]] * 3, 3)):
+        said = Talk(variations.VagueUser, task).until_the_end([tiny.CHECK, *texts])
+        assert len(said) == 1 + turns and said[-1].strategy == "change_mind"  # the third wrong step, as when clear
     asked = [("user", "It is 520."), ("assistant", STEPS["vpn"]), ("user", "OK.")]
     assert variations.asking_expert(asked, random.Random(0)) == tiny.CHECK
 

@@ -34,15 +34,27 @@ NAMES = ("plain", "vague", "noise-P", "extremes", "dropped", "scaled")
 
 
 class VagueUser(TelecomUser):
-    """Does what it is told to, and doesn't say what came of it; looks, and ends the call, only when asked to look."""
+    """Does what it is told to, and doesn't say what came of it; looks, and ends the call, only when asked to look.
+
+    A wrong step costs the patience that it costs with the clear user, and the look at what it left costs no more.
+    """
 
     VAGUE = ("OK.", "Done.")
+    failed = False  # a step since the last look
 
     def take_step(self, fault: str, text: str) -> Reaction:
         if self.carry_out(fault, text):
             self.told.add(fault)
-        self.patience += 1  # reply() takes one off; what a wrong step costs is taken when it is seen
+            self.patience += 1  # reply() takes one off for each vague answer
+        else:
+            self.failed = True
         return "be_vague", self.say(*self.VAGUE)
+
+    def tell_sign(self, strategy: str = "reveal_piece", *wordings: str) -> Reaction:
+        strategy, words = super().tell_sign(strategy, *wordings)
+        self.patience += strategy == "be_vague" and self.failed
+        self.failed = False
+        return strategy, words
 
 
 def asking_expert(turns: list[tuple[str, str]], rng: random.Random) -> str:
@@ -131,7 +143,7 @@ def vary(name: str) -> None:
         train.advantages = scaled(train.advantages)
     train.evaluate = sparing(train.evaluate)
     update = train.Trainer.update
-    train.Trainer.update = measured(dropped(update) if name == "dropped" else update)
+    train.Trainer.update = dropped(measured(update)) if name == "dropped" else measured(update)
 
 
 if __name__ == "__main__":
