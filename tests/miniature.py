@@ -2,7 +2,7 @@
 
     python tests/miniature.py --out DIR    all of it, in at most two hours on two cores; goes on where it was stopped
     python tests/miniature.py --quick      one seed of both arms, minutes: what holds by a wide margin, or exit code 1
-    python tests/miniature.py --show FILE  the tables and the figure of a results file once more
+    python tests/miniature.py --show PATH  tables and figure of a results file, or of DIR as far as it is
 
 DIR gets every run and evaluation as train.py and eval.py leave them (2 GB), and of them results.json and results.png.
 The tables that the README shows are those of the committed tests/miniature.json.
@@ -20,6 +20,7 @@ in others (tests/variations.py has what no option of train.py has).
 
 import argparse
 import json
+import math
 import os
 import re
 import shutil
@@ -38,7 +39,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402  after the thread count
 from fake_user import FakeUser, by_rule  # noqa: E402
-from miniature_tables import curve_mean, figure, tables  # noqa: E402
+from miniature_tables import UPTO, curve_mean, figure, tables  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
@@ -54,7 +55,7 @@ from extras.show import load_rollouts, write_whole  # noqa: E402
 from extras.tables import read_curve  # noqa: E402
 from rollout import credit_tensors  # noqa: E402
 
-STEPS, LONG = 40, 60        # RL steps of a run, and of the runs of Table 2 on telecom
+STEPS, LONG = UPTO, 60      # RL steps of a run, and of the runs of Table 2 on telecom
 QUICK = 28                  # of --quick, at twice the learning rate: half of its time is SFT
 SHARE = (0.1, 0.5)          # what --quick holds the process share to: the paper's are 0.36 and 0.34
 TRIALS = 4                  # dialogues a held-out task, of the models at the end of Table 2
@@ -164,7 +165,16 @@ def quick_plan() -> list[Job]:
 
 
 def work(jobs: list[Job], out: Path, held, at_once: int = 2) -> None:
-    """Runs what is not through, at_once side by side. Raises UsageError, which names the log, where one fails."""
+    """Runs what is not through, at_once side by side.
+
+    Raises UsageError for a DIR whose runs were made by other commands, and, naming the log, where a job fails.
+    """
+    path = out / "plan.json"
+    known = json.loads(path.read_text()) if path.exists() else {}
+    for job in jobs:
+        if known.setdefault(job.folder, " ".join(job.command)) != " ".join(job.command):
+            raise UsageError(f"{out / job.folder} is of another plan, \"{known[job.folder]}\"; name a new --out")
+    write_whole(path, json.dumps(known, indent=1).encode())
     through = {job.folder for job in jobs if job.through(out)}
     waiting, running = [job for job in jobs if job.folder not in through], {}
     bar = tqdm(total=round(sum(job.cost for job in jobs)), unit="step", dynamic_ncols=True,
@@ -201,29 +211,36 @@ def work(jobs: list[Job], out: Path, held, at_once: int = 2) -> None:
 
 
 def of_run(folder: Path) -> dict:
-    """What is kept of a run: its curve, and means over all steps, the first and the last third of them."""
+    """What is kept of a run: its curve, and its metrics over steps: all, up to STEPS, the first and the last third."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (config, curve), (_, start) = read_curve(folder), read_curve(folder.parent / "sft")
     steps = {"after SFT": "0", "after RL": str(config["steps"])}
-    rl = [figures(row) for row in rows if row["phase"] == "rl"]
+    rl = [row for row in rows if row["phase"] == "rl"]
     third = len(rl) // 3
-
-    def means(rows: list[dict]) -> dict[str, float]:
-        return {name: round(statistics.fmean(row[name] for row in rows), 5) for name in rows[0]}
     return {"curve": {steps.get(at, at.removeprefix("RL step ")): round(value, 5)
                       for at, value in (start | curve).items()},
-            "all": means(rl), "first": means(rl[:third]), "last": means(rl[-third:]),
+            "all": figures(rl), "upto": figures(rl[:STEPS]), "first": figures(rl[:third]), "last": figures(rl[-third:]),
             "process_exceeds": sum(row["process_share"] > 0.5 for row in rl),
-            "step_seconds": round(statistics.median(row["seconds"] for row in rl), 4)}
+            "step_seconds": round(statistics.median(seconds(row) for row in rl), 4)}
 
 
-def figures(row: dict) -> dict[str, float]:
-    """Of one RL step. A batch without any signal makes no update: it moves the weights by 0."""
-    groups = [row[f"groups_{kind}"] for kind in ("correct", "wrong", "mixed")]
-    return {name: row.get(name, 0.0) for name in ("success", "positive_share", "coverage", "process_share",
-                                                  "update_norm", "advantage_l1", "grad_norm")} | {
-        "all_correct": groups[0] / sum(groups), "all_wrong": groups[1] / sum(groups),
-        "seconds": sum(row[f"seconds_{part}"] for part in ("rollout", "credit", "update", "refresh"))}
+def seconds(row: dict) -> float:
+    return sum(row[f"seconds_{part}"] for part in ("rollout", "credit", "update", "refresh"))
+
+
+def figures(rows: list[dict]) -> dict[str, float]:
+    """Of some RL steps: shares of reactions and of segments as in the paper, over all of them; else means over steps.
+
+    A batch without any signal makes no update: it moves the weights by 0.
+    """
+    def mean(name: str, weight: str = "") -> float:
+        weights = [row[weight] if weight else 1 for row in rows]
+        return sum(w * row.get(name, 0.0) for w, row in zip(weights, rows, strict=True)) / sum(weights)
+    groups = sum(row[f"groups_{kind}"] for row in rows for kind in ("correct", "wrong", "mixed"))
+    found = {name: mean(name) for name in ("success", "process_share", "update_norm", "advantage_l1", "grad_norm")}
+    found |= {"positive_share": mean("positive_share", "observed"), "coverage": mean("coverage", "segments")}
+    found |= {f"all_{kind}": sum(row[f"groups_{kind}"] for row in rows) / groups for kind in ("correct", "wrong")}
+    return {name: round(value, 5) for name, value in found.items()}
 
 
 def leads(folder: Path) -> dict[str, float]:
@@ -271,11 +288,13 @@ def endpoint_smoke(out: Path, held) -> dict[str, dict]:
     return found
 
 
-def collect(jobs: list[Job], out: Path, about: dict) -> dict:
-    """Everything that the tables are made of."""
+def collect(jobs: list[Job], out: Path) -> dict:
+    """Everything that the tables are made of, as far as it is there."""
+    jobs = [job for job in jobs if job.through(out)]
     runs = [job.folder for job in jobs if job.folder.startswith("runs/") and job.needs]
     labelled = [name for name in runs if re.search(r"/(?:FACA|noise_\d+)-", name)]
-    return {"about": about, "runs": {name.removeprefix("runs/"): of_run(out / name) for name in runs},
+    return {"about": json.loads((out / "about.json").read_text()), "endpoint": {}, "credit": {},
+            "runs": {name.removeprefix("runs/"): of_run(out / name) for name in runs},
             "leads": {name.removeprefix("runs/"): leads(out / name) for name in labelled},
             "results": {job.folder.removeprefix("results/"): of_evaluation(out / job.folder)
                         for job in jobs if job.folder.startswith("results/")}}
@@ -287,7 +306,8 @@ def collect(jobs: list[Job], out: Path, about: dict) -> dict:
 def outcome_gradient_gap(run: Path) -> float:
     """lambda 0's gradient on a run's first rollouts, against an outcome-only loss in its plainest form, written here.
 
-    The largest difference of an entry, as a share of the largest entry.
+    The largest difference of an entry, as a share of the largest entry. Infinite if the run gave its segments other
+    advantages than these, or if all are 0, for then nothing was compared.
     """
     config = arms.recorded({"from_rollouts": str(run / "rollouts/step-00000.jsonl")})
     records = arms.read_batch(config.from_rollouts)
@@ -301,14 +321,17 @@ def outcome_gradient_gap(run: Path) -> float:
         group = [r.reward for r in records if r.group == record.group]
         spread = statistics.stdev(group)
         advantage = (record.reward - statistics.fmean(group)) / (spread + 1e-6) if spread else 0.0
+        if any(abs(given - advantage) > 1e-6 for given in record.advantage):
+            return math.inf
         logits = model(torch.tensor([record.tokens])).logits[0]
         logits[:, trainer.banned] = -torch.inf
         logp = logits.log_softmax(-1)
         (-advantage * sum(logp[t - 1, record.tokens[t]] for t, s in enumerate(record.segment) if s >= 0)
          / total).backward()
     plain = [p.grad.flatten() for p in model.parameters()]
-    return max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True)) / max(
-        float(b.abs().max()) for b in plain)
+    largest = max(float(b.abs().max()) for b in plain)
+    gap = max(float((a - b).abs().max()) for a, b in zip(ours, plain, strict=True))
+    return gap / largest if largest else math.inf
 
 
 def quick(out: Path, held) -> int:
@@ -354,12 +377,12 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of all runs and of the results; it may exist")
     parser.add_argument("--quick", action="store_true", help="a check in minutes (without --out, nothing is kept)")
-    parser.add_argument("--show", type=Path, metavar="FILE", help="print the tables of a results file, and draw "
-                        "its figure beside it")
+    parser.add_argument("--show", type=Path, metavar="PATH", help="print the tables of a results file, or of DIR as "
+                        "far as it is, and draw the figure")
     parser.add_argument("--plan", action="store_true", help="list the runs, and exit")
     options = parser.parse_args()
     if not (options.out or options.quick or options.show or options.plan):
-        parser.error("--out DIR is missing (two hours, or --quick: minutes); --show FILE only prints")
+        parser.error("--out DIR is missing (two hours, or --quick: minutes); --show PATH only prints")
     return options
 
 
@@ -385,17 +408,17 @@ def main(options: argparse.Namespace) -> int:
         finally:
             about["minutes"] = round(about["minutes"] + (time.monotonic() - start) / 60, 1)
             write_whole(out / "about.json", json.dumps(about).encode())
-        results = collect(jobs, out, about) | {"endpoint": endpoint_smoke(out, held), "credit": {
-            arm: credit_seconds(out / f"runs/telecom/{arm}-0") for arm in ("FACA", "GRPO")}}
+        results = collect(jobs, out) | {"endpoint": endpoint_smoke(out, held),
+                                        "credit": credit_seconds(out / "runs/telecom/FACA-0")}
         write_whole(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
         return show(out / "results.json")
 
 
 def show(path: Path) -> int:
-    """The tables of a results file, and its figure beside it."""
-    results = json.loads(path.read_text())
+    """The tables of a results file, and its figure beside it; of what there is so far, where it is a DIR."""
+    results = collect(plan(), path) if path.is_dir() else json.loads(path.read_text())
     print("\n\n".join(tables(results).values()))
-    figure(results, path.with_suffix(".png"))
+    figure(results, path / "so-far.png" if path.is_dir() else path.with_suffix(".png"))
     return 0
 
 

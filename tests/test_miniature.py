@@ -4,6 +4,7 @@ import asyncio
 import json
 import math
 import random
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,8 @@ import torch
 import variations
 from extras.ranks import UsageError
 from extras.run import lock
-from miniature_tables import curve_mean, paired_t
+from miniature_tables import curve_mean, digest, figure, paired_t, tables
+from PIL import Image
 
 import train
 from env import load_tasks, make_env
@@ -41,6 +43,75 @@ def test_the_paired_t_test_agrees_with_its_closed_forms():
     sine, cosine2 = t / math.sqrt(4 + t * t), 4 / (4 + t * t)
     assert paired_t(gains) == pytest.approx(1 - sine * (1 + cosine2 / 2), abs=1e-7)  # 4 degrees of freedom
     assert math.isnan(paired_t([1.0])) and math.isnan(paired_t([2.0, 2.0]))
+
+
+# ---------------------------------------------------------------------------------------------------------- tables
+
+
+def made_up(folder, lead: float = 0.0) -> dict:
+    """Results of runs in which every figure is the same function of the step for all arms, but for FACA's success."""
+    for job in miniature.plan():
+        setting, name = job.folder.split("/")[1:]
+        if job.folder.startswith("results/"):
+            continue
+        steps = job.lines - job.lines // 10 if job.needs else 0
+        path = folder / job.folder
+        (path / "model").mkdir(parents=True)
+        names = {n: f"RL step {n}" for n in range(10, steps, 10)} | {steps: "after RL" if steps else "after SFT"}
+        spent = {f"seconds_{part}": 1.0 for part in ("rollout", "credit", "update", "refresh")}
+        rows = [{"phase": "rl", "step": n, "success": n / 100, "segments": 10 + n, "observed": 10,
+                 "coverage": 1 / (1 + n), "positive_share": 0.5, "process_share": n / 100, "groups_correct": n % 4,
+                 "groups_wrong": 2, "groups_mixed": 6 - n % 4, "update_norm": n, "advantage_l1": 1.0,
+                 "grad_norm": 2.0 * n} | spent for n in range(steps)]
+        rows += [{"phase": "held_out", "at": at, "pass@1/mini:x": 0.3 + n / 200 + lead * (n > 0) * ("FACA" in name)}
+                 for n, at in names.items()]
+        (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (path / "config.json").write_text(json.dumps({"method": "grpo", "lam": 0.0, "control": "none", "seed": 0,
+                                                      "steps": steps}))
+    runs = {job.folder.removeprefix("runs/"): miniature.of_run(folder / job.folder) for job in miniature.plan()
+            if job.folder.startswith("runs/") and job.needs}
+    flags = {job.folder.removeprefix("results/"): " ".join(["1100"] * 10) for job in miniature.plan()
+             if job.folder.startswith("results/")}
+    flags |= {name: "1110" + " 1100" * 9 for name in flags if "FACA" in name}
+    return {"about": {"date": "2026-01-02", "commits": ["abc"], "torch": "2", "cores": 2, "runs": 62, "minutes": 1.0},
+            "runs": runs, "results": flags, "leads": {}, "endpoint": {}, "credit": {"outcome": 0.001, "faca": 0.002}}
+
+
+def test_runs_that_are_alike_have_cells_that_are_alike_whatever_their_length(tmp_path):
+    """Telecom's runs of Table 2 are longer than those that they stand beside: windows have to be the same."""
+    shown = tables(made_up(tmp_path))
+    for name, first in (("controls", "lambda 0.5"), ("homogeneous", "extremes: Inter"), ("noise", "0 %"),
+                        ("observability", "telecom  ")):
+        lines = shown[name].split("\n")
+        rows = [line for line in lines[next(i for i, line in enumerate(lines) if line.startswith(first)):] if line]
+        cells = {tuple(re.findall(r"[-+]?\d+\.\d+ ±\d+\.\d+|\d\.\d{3}|\d+ %", row)) for row in rows if "±" in row}
+        values = [{cell for row in cells for cell in row if kind in cell} for kind in ("42.5 ±0.0", "+0.0 ±0.0")]
+        assert all(len(found) == 1 for found in values), shown[name]
+    assert shown["homogeneous"].count("19.500") == 7  # the update, mean of steps 0-39, in each row
+
+
+def test_gains_are_matched_and_shares_weighted_as_the_tables_say(tmp_path):
+    results = made_up(tmp_path, lead=0.04)
+    shown = tables(results)
+    assert "FACA - Interactive GRPO, mean 10-60: +4.0 ±0.0" in shown["outcome"]  # 0.3 + n / 200 is 47.5 over 10-60
+    assert "47.5 ±0.0" in shown["outcome"] and "51.5 ±0.0" in shown["outcome"]
+    assert "FACA - Interactive GRPO, at the end: +2.5 ±0.0" in shown["outcome"]  # one more dialogue of forty
+    coverage = sum((10 + n) / (1 + n) for n in range(20)) / sum(10 + n for n in range(20))  # by segments: 0.179
+    assert results["runs"]["telecom/FACA-0"]["first"]["coverage"] == pytest.approx(coverage, abs=1e-5)
+    assert f"{100 * coverage:.1f}" in shown["telemetry"]
+
+
+def test_what_was_not_run_is_named_in_tables_and_left_out_of_the_figure(tmp_path):
+    results = made_up(tmp_path)
+    for name in list(results["runs"]):
+        if not name.startswith("retail/"):
+            del results["runs"][name]
+    results |= {"results": {}, "credit": {}}
+    shown = tables(results)
+    assert shown["controls"].count("not run") >= 6 and "not run" in shown["noise"]
+    figure(results, tmp_path / "figure.png")
+    with Image.open(tmp_path / "figure.png") as picture:
+        assert picture.info["Description"] == f"results {digest(results)}" and picture.size[0] > 1000
 
 
 # ------------------------------------------------------------------------------------------------------- variations
