@@ -65,7 +65,6 @@ CONTROLS = {"lambda 0.1": ("plain", [*FACA, "--lam", "0.1"]), "lambda -0.5": ("p
             "shifted": ("plain", [*FACA, "--control", "shifted"]),
             "randomized": ("plain", [*FACA, "--control", "randomized"])}
 NOISE = {f"noise {share}": (f"noise-{share}", FACA) for share in (10, 30, 50)}
-SCALED, DROPPED = ("scaled", GRPO), ("dropped", GRPO)
 
 
 # -------------------------------------------------------------------------------------------------------- the jobs
@@ -152,9 +151,8 @@ def plan() -> list[Job]:
         jobs += [rl("vague", arm, "vague", options, seed) for arm, options in (("FACA", FACA), ("GRPO", GRPO))]
         jobs += [rl("telecom", arm, *what, seed) for arm, what in NOISE.items()]
         jobs += [rl("extremes", arm, *what, seed) for arm, what in {
-            "FACA": ("plain", FACA), "GRPO": ("plain", GRPO), "dropped": DROPPED,
-            "scaled": SCALED}.items()]
-        jobs += [rl("telecom", "scaled", *SCALED, seed)]
+            "FACA": ("plain", FACA), "GRPO": ("plain", GRPO), "dropped": ("dropped", GRPO),
+            "scaled": ("scaled", GRPO)}.items()]
     return jobs
 
 

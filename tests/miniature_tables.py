@@ -238,7 +238,7 @@ def homogeneous(runs: Runs) -> str:
              "FACA": "FACA"}
     for setting in ("extremes", "telecom"):
         for arm, words in names.items():
-            if (setting, arm) != ("telecom", "dropped"):
+            if setting == "extremes" or arm in NAMES:
                 rows.append([f"{setting}: {words}", *beside(runs, setting, arm),
                              mean([100 * x for x in runs.metric(setting, arm, "constant", THREE)], ".0f") + " %",
                              *(mean(runs.metric(setting, arm, name, THREE), ".3f")
@@ -322,10 +322,9 @@ def figure(results: dict, path: Path) -> None:
         draw_controls(axes[1][0], runs)
         draw_gains(axes[1][1], "gain over outcome only, by setting", [
             (setting, runs.gains(setting, "FACA")) for setting in ("telecom", "retail", "vague", "extremes")])
-        draw_gains(axes[1][2], "beside outcome credit of another size", [
-            (f"{setting},\n{arm}", runs.gains(setting, arm, THREE)) for setting, arm in (
-                ("telecom", "FACA"), ("telecom", "scaled"), ("extremes", "FACA"), ("extremes", "scaled"),
-                ("extremes", "dropped"))])
+        draw_gains(axes[1][2], "extremes: beside outcome credit of another size", [
+            (words, runs.gains("extremes", arm, THREE)) for arm, words in (
+                ("FACA", "FACA"), ("scaled", "GRPO, scaled\nto FACA"), ("dropped", "GRPO, constant\ndropped"))])
         draw_gains(axes[1][3], "labels turned", [
             (f"{share} %", runs.gains("telecom", f"noise {share}" if share else "FACA", THREE))
             for share in (0, 10, 30, 50)])
