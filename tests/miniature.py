@@ -26,11 +26,10 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +38,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402  after the thread count
 from fake_user import FakeUser, by_rule  # noqa: E402
+from miniature_jobs import SIGNALS, Job, work  # noqa: E402
 from miniature_tables import UPTO, curve_mean, figure, tables  # noqa: E402
-from tqdm import tqdm  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import faca  # noqa: E402
@@ -48,13 +47,14 @@ import train  # noqa: E402
 from extras import arms  # noqa: E402
 from extras.audit import EVERY, lead, read  # noqa: E402
 from extras.playing import made  # noqa: E402
-from extras.ranks import UsageError, start_processes  # noqa: E402
-from extras.results import ResultsError, complete  # noqa: E402
+from extras.ranks import Lasting, RunStopped, UsageError, start_processes  # noqa: E402
+from extras.results import complete  # noqa: E402
 from extras.run import lock  # noqa: E402
 from extras.show import load_rollouts, write_whole  # noqa: E402
 from extras.tables import read_curve  # noqa: E402
 from rollout import credit_tensors  # noqa: E402
 
+OURS = {"about.json.part", "lock", "logs", "results", "runs"}
 STEPS, LONG = UPTO, 60      # RL steps of a run, and of the runs of Table 2 on telecom
 QUICK = 28                  # of --quick, at twice the learning rate: half of its time is SFT
 SHARE = (0.1, 0.5)          # what --quick holds the process share to: the paper's are 0.36 and 0.34
@@ -68,48 +68,6 @@ NOISE = {f"noise {share}": (f"noise-{share}", FACA) for share in (10, 30, 50)}
 
 
 # -------------------------------------------------------------------------------------------------------- the jobs
-
-
-@dataclass(frozen=True)
-class Job:
-    """One command: a run of SFT or RL under DIR/runs, or an evaluation of its model under DIR/results."""
-
-    folder: str              # below DIR
-    command: tuple[str, ...]
-    cost: float              # about as long as so many RL steps
-    lines: int               # of its file of progress, when it is through
-    needs: str = ""          # the folder of the job before it
-
-    def through(self, out: Path) -> bool:
-        if self.folder.startswith("runs/"):
-            return (out / self.folder / "model").is_dir() and self.seen(out) >= self.lines
-        try:
-            return bool(complete(out / self.folder))
-        except ResultsError:
-            return False
-
-    def seen(self, out: Path) -> int:
-        """Lines of progress so far."""
-        try:
-            if self.folder.startswith("results/"):
-                return (out / self.folder / "results.jsonl").read_bytes().count(b"\n")
-            return (out / self.folder / "metrics.jsonl").read_bytes().count(b"\n")
-        except OSError:
-            return 0
-
-    def start(self, out: Path, held) -> subprocess.Popen:
-        """In a session of its own, so that a Ctrl-C reaches it once, from here. What it prints is in DIR/logs.
-
-        held: the lock of DIR, which is free again when this command and all that it started have ended.
-        """
-        command = [part.replace("DIR", str(out)) for part in self.command]
-        if (out / self.folder / "config.json").exists():
-            command = [*command[:2], "--resume", str(out / self.folder)]
-        log = out / "logs" / (self.folder.replace("/", "-") + ".log")
-        log.parent.mkdir(exist_ok=True)
-        with log.open("a") as file:
-            return subprocess.Popen([sys.executable, *command], stdout=file, stderr=file, cwd=ROOT,
-                                    start_new_session=True, pass_fds=[held.fileno()])
 
 
 def sft(setting: str, variation: str = "plain", env: str = "mini:telecom", steps: int = 200) -> Job:
@@ -162,56 +120,13 @@ def quick_plan() -> list[Job]:
               for arm, options in (("FACA", FACA), ("GRPO", GRPO)))]
 
 
-def work(jobs: list[Job], out: Path, held, at_once: int = 2) -> None:
-    """Runs what is not through, at_once side by side.
-
-    Raises UsageError for a DIR whose runs were made by other commands, and, naming the log, where a job fails.
-    """
-    path = out / "plan.json"
-    known = json.loads(path.read_text()) if path.exists() else {}
-    for job in jobs:
-        if known.setdefault(job.folder, " ".join(job.command)) != " ".join(job.command):
-            raise UsageError(f"{out / job.folder} is of another plan, \"{known[job.folder]}\"; name a new --out")
-    write_whole(path, json.dumps(known, indent=1).encode())
-    through = {job.folder for job in jobs if job.through(out)}
-    waiting, running = [job for job in jobs if job.folder not in through], {}
-    bar = tqdm(total=round(sum(job.cost for job in jobs)), unit="step", dynamic_ncols=True,
-               mininterval=0.1 if sys.stderr.isatty() else 30,
-               initial=round(sum(job.cost for job in jobs if job.folder in through)))
-    try:
-        while waiting or running:
-            for job in [job for job in waiting if job.needs in through | {""}][:at_once - len(running)]:
-                running[job] = job.start(out, held)
-                waiting.remove(job)
-            time.sleep(0.5)
-            for job, process in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[job]
-                if not job.through(out):
-                    raise UsageError(f"{job.folder} ended with exit code {process.returncode} before it was through; "
-                                     f"see {out}/logs/{job.folder.replace('/', '-')}.log; the same command goes on")
-                through.add(job.folder)
-            part = {job: min(job.seen(out) / job.lines, 1) for job in running}
-            bar.n = round(sum(job.cost for job in jobs if job.folder in through)
-                          + sum(job.cost * share for job, share in part.items()))
-            bar.set_postfix_str(", ".join(job.folder for job in running), refresh=False)
-            bar.update(0)
-    finally:
-        for process in running.values():
-            process.send_signal(signal.SIGTERM)  # a run saves what is done
-        for process in running.values():
-            process.wait()
-        bar.close()
-
-
 # ----------------------------------------------------------------------------------------------------- the results
 
 
 def of_run(folder: Path) -> dict:
     """What is kept of a run: its curve, and its metrics over steps: all, up to STEPS, the first and the last third."""
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     (config, curve), (_, start) = read_curve(folder), read_curve(folder.parent / "sft")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = {"after SFT": "0", "after RL": str(config["steps"])}
     rl = [row for row in rows if row["phase"] == "rl"]
     third = len(rl) // 3
@@ -257,7 +172,7 @@ def of_evaluation(folder: Path) -> str:
 
 def credit_seconds(folder: Path, repeats: int = 50) -> dict[str, float]:
     """What the advantages of one step's rollouts take, outcome alone and FACA's; medians."""
-    x = credit_tensors(load_rollouts(sorted((folder / "rollouts").glob("step-*.jsonl"))[-1]))
+    x = credit_tensors(load_rollouts(folder / f"rollouts/step-{STEPS - 1:05}.jsonl"))
     observed_NQ, spent = x["observed_NQ"] & x["valid_N"][:, None], {"outcome": [], "faca": []}
     for _ in range(repeats):
         for name, act in (("outcome", lambda: faca.outcome_advantage(x["reward_N"], x["group_N"], x["valid_N"])),
@@ -275,7 +190,7 @@ def endpoint_smoke(out: Path, held) -> dict[str, dict]:
     with FakeUser(by_rule) as server:
         for arm, options in (("FACA", FACA), ("GRPO", GRPO)):
             user = ["--simulator", "loopback-user", "--simulator-url", server.url, "--eval-trials", "0"]
-            job = replace(rl("telecom", f"endpoint {arm}", "plain", [*options, *user], 0, steps=2), lines=2)
+            job = replace(rl("telecom", f"endpoint {arm}", "plain", [*options, *user], 0, steps=2), lines=2, needs="")
             if not job.through(out):  # the port is another one now
                 shutil.rmtree(out / job.folder, ignore_errors=True)
                 work([job], out, held)
@@ -291,7 +206,8 @@ def collect(jobs: list[Job], out: Path) -> dict:
     jobs = [job for job in jobs if job.through(out)]
     runs = [job.folder for job in jobs if job.folder.startswith("runs/") and job.needs]
     labelled = [name for name in runs if re.search(r"/(?:FACA|noise_\d+)-", name)]
-    return {"about": json.loads((out / "about.json").read_text()), "endpoint": {}, "credit": {},
+    about = json.loads((out / "about.json").read_text())
+    return {"about": {name: value for name, value in about.items() if name != "jobs"}, "endpoint": {}, "credit": {},
             "runs": {name.removeprefix("runs/"): of_run(out / name) for name in runs},
             "leads": {name.removeprefix("runs/"): leads(out / name) for name in labelled},
             "results": {job.folder.removeprefix("results/"): of_evaluation(out / job.folder)
@@ -332,9 +248,8 @@ def outcome_gradient_gap(run: Path) -> float:
     return gap / largest if largest else math.inf
 
 
-def quick(out: Path, held) -> int:
+def quick(jobs: list[Job], out: Path, held) -> int:
     """What must hold by a wide margin, each with its figure; 1 if something does not."""
-    jobs = quick_plan()
     work(jobs, out, held)
     runs = {arm: of_run(out / f"runs/telecom/{arm}-0") for arm in ("FACA", "GRPO")}
     curves = {arm: run["curve"] for arm, run in runs.items()}
@@ -355,11 +270,25 @@ def quick(out: Path, held) -> int:
 # --------------------------------------------------------------------------------------------------- command line
 
 
-def began(out: Path, jobs: list[Job]) -> dict:
-    """What is known of the machine and the code, kept in DIR/about.json; commits are all those that worked on DIR."""
-    path = out / "about.json"
-    about = json.loads(path.read_text()) if path.exists() else {"commits": [], "minutes": 0.0}
-    commit = made().get("commit", "unknown")
+def begin(out: Path, jobs: list[Job]) -> tuple:
+    """DIR's lock, which its jobs hold, too, even beyond a command that is killed; and DIR/about.json: the machine, all
+    commits that worked on DIR, the commands of its jobs. UsageError where DIR is the place of anything else."""
+    path, commit = out / "about.json", made()["commit"] or "unknown"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not path.exists() and (other := {entry.name for entry in out.iterdir()} - OURS):
+            raise UsageError(f"--out {out} holds something else already, {min(other)}; name a new folder")
+        held = lock(out)
+    except OSError as error:
+        raise UsageError(f"--out {out} can't be used: {error.strerror or error}") from None
+    try:
+        about = {"commits": [], "minutes": 0.0, "jobs": {}} | (json.loads(path.read_text()) if path.exists() else {})
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"{path} is damaged, and can be removed: {error}") from None
+    for folder, command in {job.folder: " ".join(job.command) for job in jobs}.items():
+        if about["jobs"].setdefault(folder, command) != command:
+            raise UsageError(f"--out {out} was begun with another command for {folder}: name a new folder. It was "
+                             f"{about['jobs'][folder]}; it is {command}")
     if commit not in about["commits"]:
         if about["commits"]:
             print(f"miniature.py: {out} was begun at {about['commits'][-1]} and goes on at {commit}: the results name "
@@ -368,17 +297,22 @@ def began(out: Path, jobs: list[Job]) -> dict:
     about |= {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "cores": os.cpu_count(),
               "runs": sum(bool(job.needs) and job.folder.startswith("runs/") for job in jobs)}
     write_whole(path, json.dumps(about).encode())
-    return about
+    return held, about
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of all runs and of the results; it may exist")
-    parser.add_argument("--quick", action="store_true", help="a check in minutes (without --out, nothing is kept)")
-    parser.add_argument("--show", type=Path, metavar="PATH", help="print the tables of a results file, or of DIR as "
-                        "far as it is, and draw the figure")
-    parser.add_argument("--plan", action="store_true", help="list the runs, and exit")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder of all runs, new or to go on in")
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("--quick", action="store_true", help="a check in minutes (without --out, kept only if it fails)")
+    one.add_argument("--show", type=Path, metavar="PATH", help="print the tables of a results file, or of DIR as far "
+                     "as it is, and draw the figure beside it")
+    one.add_argument("--plan", action="store_true", help="list the runs, and exit")
     options = parser.parse_args()
+    if "RANK" in os.environ:
+        parser.error("it starts runs of one process each: run it by python, not torchrun")
+    if options.show and not options.show.exists():
+        parser.error(f"--show {options.show} is neither a results file nor a DIR")
     if not (options.out or options.quick or options.show or options.plan):
         parser.error("--out DIR is missing (two hours, or --quick: minutes); --show PATH only prints")
     return options
@@ -390,33 +324,36 @@ def main(options: argparse.Namespace) -> int:
         return 0
     if options.show:
         return show(options.show)
-    with tempfile.TemporaryDirectory() as scratch:
-        out = (options.out or Path(scratch)).resolve()
-        out.mkdir(parents=True, exist_ok=True)
-        try:
-            held = lock(out)  # by the jobs, too: one that outlives a killed command keeps the folder
-        except OSError as error:
-            raise UsageError(f"--out {out}: {error}") from None
-        if options.quick:
-            return quick(out, held)
-        jobs = plan()
-        about, start = began(out, jobs), time.monotonic()
-        try:
-            work(jobs, out, held)
-        finally:
-            about["minutes"] = round(about["minutes"] + (time.monotonic() - start) / 60, 1)
-            write_whole(out / "about.json", json.dumps(about).encode())
-        results = collect(jobs, out) | {"endpoint": endpoint_smoke(out, held),
-                                        "credit": credit_seconds(out / "runs/telecom/FACA-0")}
-        write_whole(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
-        return show(out / "results.json")
+    jobs, kept = quick_plan() if options.quick else plan(), bool(options.out)
+    out = options.out = (options.out or Path(tempfile.mkdtemp(prefix="miniature-"))).resolve()
+    held, about = begin(out, jobs)
+    if options.quick:
+        failed = quick(jobs, out, held)
+        if not (kept or failed):
+            shutil.rmtree(out)
+        return failed
+    start = time.monotonic()
+    try:
+        work(jobs, out, held)
+    finally:
+        about["minutes"] = round(about["minutes"] + (time.monotonic() - start) / 60, 1)
+        write_whole(out / "about.json", json.dumps(about).encode())
+    results = collect(jobs, out) | {"endpoint": endpoint_smoke(out, held),
+                                    "credit": credit_seconds(out / "runs/telecom/FACA-0")}
+    write_whole(out / "results.json", (json.dumps(results, indent=1) + "\n").encode())
+    return show(out / "results.json")
 
 
 def show(path: Path) -> int:
     """The tables of a results file, and its figure beside it; of what there is so far, where it is a DIR."""
-    results = collect(plan(), path) if path.is_dir() else json.loads(path.read_text())
-    print("\n\n".join(tables(results).values()))
-    figure(results, path / "so-far.png" if path.is_dir() else path.with_suffix(".png"))
+    try:
+        results = collect(plan(), path) if path.is_dir() else json.loads(path.read_text())
+        print("\n\n".join(tables(results).values()), flush=True)
+        figure(results, path / "so-far.png" if path.is_dir() else path.with_suffix(".png"))
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
+        raise UsageError(f"{path} holds no results of this version ({type(error).__name__}: {error})") from None
+    except ImportError as error:
+        raise UsageError(f"the figure needs matplotlib: pip install matplotlib, then --show {path} ({error})") from None
     return 0
 
 
@@ -425,12 +362,16 @@ def stop(number: int, frame) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, stop)
+    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
+    for each in SIGNALS[1:]:
+        if signal.getsignal(each) != signal.SIG_IGN:  # which nohup asks for
+            signal.signal(each, stop)
+    options = parse()
     try:
-        sys.exit(main(parse()))
-    except (UsageError, ResultsError, OSError, ValueError) as error:
+        sys.exit(main(options))
+    except (RunStopped, OSError, ValueError) as error:  # UsageError among them
         print(f"miniature.py: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
-        print("miniature.py: stopped; the same command goes on", file=sys.stderr)
+        print("miniature.py: stopped" + f"; --out {options.out} goes on" * bool(options.out), file=sys.stderr)
         sys.exit(130)

@@ -10,6 +10,7 @@ the paired t-test over seeds, two-sided.
 """
 
 import hashlib
+import io
 import json
 import math
 import statistics
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from eval import bootstrap  # noqa: E402  after the path
 from extras.paper import COLUMNS, GAINS, SPREAD, TABLE_2, TABLE_4, TELEMETRY  # noqa: E402
+from extras.show import write_whole  # noqa: E402
 from extras.tables import NONE, grid, spread  # noqa: E402
 
 TABLE_4_OF = {"FACA": "8B lambda 0.5", "lambda 0.1": "8B lambda 0.1", "GRPO": "8B outcome only",
@@ -331,8 +333,10 @@ def figure(results: dict, path: Path) -> None:
         for ax in axes[1]:
             ax.axhline(0, color=INK, linewidth=0.8)
         axes[1][0].set_ylabel("points of pass@1, mean over the curve")
-        drawn.savefig(path, dpi=110, metadata={"Description": f"results {digest(results)}"})
+        drawn.savefig(whole := io.BytesIO(), format="png", dpi=110,
+                      metadata={"Description": f"results {digest(results)}"})
         pyplot.close(drawn)
+    write_whole(path, whole.getvalue())
 
 
 def draw_curves(ax, runs: Runs, setting: str) -> None:

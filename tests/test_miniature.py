@@ -3,19 +3,23 @@
 import asyncio
 import json
 import math
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
 
 import miniature
+import miniature_jobs
 import pytest
 import torch
 import variations
-from extras.ranks import UsageError
+from extras.ranks import RunStopped, UsageError
 from extras.run import lock
 from miniature_tables import curve_mean, digest, figure, paired_t, tables
 from PIL import Image
@@ -263,8 +267,62 @@ def test_jobs_that_were_stopped_or_killed_go_on_and_a_failed_one_is_named(tmp_pa
     rows = [json.loads(line) for line in (tmp_path / jobs[1].folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1] and all(row["update_norm"] > 0 for row in rows if row["signal"])
     wrong = miniature.rl("telecom", "FACA", "plain", ["--lam", "0.6"], 7)
-    with pytest.raises(UsageError, match=r"runs/telecom/FACA-7 ended with exit code 2 .* logs/runs-telecom-FACA-7.log"):
+    with pytest.raises(RunStopped, match=r"runs/telecom/FACA-7 ended with exit code 2 .* lambda .*telecom-FACA-7.log"):
         miniature.work([*jobs, wrong], tmp_path, held)
+
+
+def stub(folder: str, code: str, needs: str = "") -> miniature_jobs.Job:
+    """A job of one line of progress, by a line of Python in its folder."""
+    begin = f"from pathlib import Path; p = Path('DIR/{folder}'); p.mkdir(parents=True, exist_ok=True); "
+    return miniature_jobs.Job(folder, ("-c", begin + code), 1, 1, needs)
+
+
+DONE = "(p / 'model').mkdir(); (p / 'metrics.jsonl').write_text('{}\\n')"
+
+
+def test_a_job_that_needs_what_is_no_job_here_is_run_like_any_other(tmp_path):
+    """The two runs of the endpoint, each a plan of its own, once waited for their SFT checkpoint for ever."""
+    miniature.work([stub("runs/a/b", DONE, needs="runs/a/sft")], tmp_path, lock(tmp_path))
+    assert (tmp_path / "runs/a/b/model").is_dir()
+
+
+@pytest.mark.parametrize("number", miniature_jobs.SIGNALS)
+def test_a_signal_ends_all_jobs_and_then_the_command(number, tmp_path):
+    """Hanging up once left the runs at work: nothing but the command had been told, and it ended at once."""
+    before = signal.signal(number, signal.SIG_DFL)  # nohup, or a shell's &, may have it ignored
+    jobs = [stub(f"runs/a/{name}", "print(flush=True); import time; time.sleep(60)") for name in "bc"]
+    timer = threading.Timer(1, os.kill, (os.getpid(), number))
+    timer.start()
+    held, began = lock(tmp_path), time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        miniature.work(jobs, tmp_path, held)
+    assert time.monotonic() - began < 30 and signal.signal(number, before) == signal.SIG_DFL
+    held.close()
+    lock(tmp_path).close()  # nobody holds it
+
+
+def test_a_folder_belongs_to_one_plan(tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/thesis.tex").touch()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged/about.json").touch()
+    jobs = small_jobs()
+    for _ in range(2):
+        held, about = miniature.begin(tmp_path / "new", jobs)
+        held.close()
+    assert about["minutes"] == 0 and len(about["commits"]) == 1 and len(about["jobs"]) == 3
+    for name, plan, words in [("new", miniature.plan(), "begun with another command for runs/telecom/sft"),
+                              ("other", jobs, "something else already, thesis.tex"), ("damaged", jobs, "is damaged"),
+                              ("other/thesis.tex", jobs, "can't be used: File exists")]:
+        with pytest.raises(UsageError, match=words):
+            miniature.begin(tmp_path / name, plan)
+
+
+@pytest.mark.parametrize("content", ["", "[1]", "{}", '{"about": {}, "runs": {"x": {}}}', '{"about": {}, "runs": {}}'])
+def test_a_file_that_holds_no_results_is_one_line(content, tmp_path):
+    (tmp_path / "r.json").write_text(content)
+    with pytest.raises(UsageError, match=r"r\.json holds no results of this version"):
+        miniature.show(tmp_path / "r.json")
 
 
 def test_the_quick_check_holds(tmp_path):
