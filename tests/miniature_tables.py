@@ -315,7 +315,7 @@ def figure(results: dict, path: Path) -> None:
         for ax, (setting, title) in zip(axes[0], {
                 "telecom": "telecom: the user sees what the agent causes", "retail": "retail: progress hides in tools",
                 "vague": "vague: telecom, steps answered vaguely",
-                "extremes": f"extremes: {constant} % of GRPO's groups are constant"}.items(), strict=True):
+                "extremes": f"extremes: {constant} % of groups constant (GRPO)"}.items(), strict=True):
             draw_curves(ax, runs, setting)
             ax.set_title(title)
         axes[0][0].set_ylabel("held-out pass@1, %")
@@ -324,7 +324,7 @@ def figure(results: dict, path: Path) -> None:
         draw_controls(axes[1][0], runs)
         draw_gains(axes[1][1], "gain over outcome only, by setting", [
             (setting, runs.gains(setting, "FACA")) for setting in ("telecom", "retail", "vague", "extremes")])
-        draw_gains(axes[1][2], "extremes: beside outcome credit of another size", [
+        draw_gains(axes[1][2], "extremes: and outcome credit of other sizes", [
             (words, runs.gains("extremes", arm, THREE)) for arm, words in (
                 ("FACA", "FACA"), ("scaled", "GRPO, scaled\nto FACA"), ("dropped", "GRPO, constant\ndropped"))])
         draw_gains(axes[1][3], "labels turned", [
@@ -332,6 +332,9 @@ def figure(results: dict, path: Path) -> None:
             for share in (0, 10, 30, 50)])
         for ax in axes[1]:
             ax.axhline(0, color=INK, linewidth=0.8)
+        ends = [ax.get_ylim() for ax in axes[1][1:]]
+        for ax in axes[1][1:]:  # one scale: the gains are to be compared
+            ax.set_ylim(min(low for low, _ in ends), max(high for _, high in ends))
         axes[1][0].set_ylabel("points of pass@1, mean over the curve")
         drawn.savefig(whole := io.BytesIO(), format="png", dpi=110,
                       metadata={"Description": f"results {digest(results)}"})
@@ -364,7 +367,7 @@ def draw_controls(ax, runs: Runs) -> None:
     base = TABLE_4["8B outcome only"][1]
     right.plot(range(len(arms)), [TABLE_4[TABLE_4_OF[arm]][1] - base for arm in arms], "x", color=COLOURS["paper"],
                markersize=8, markeredgewidth=2, label="paper, tau2 Telecom (right axis)")
-    right.legend(loc="lower left")
+    right.legend(loc="lower left", fontsize=8)
     low, high = ax.get_ylim()
     top = max(abs(low), abs(high)) * 1.05
     ax.set_ylim(-top, top)

@@ -2,8 +2,12 @@
 
 import doctest
 import importlib
+import json
 import pathlib
 import re
+
+from miniature_tables import digest, tables
+from PIL import Image
 
 from extras.plan import options_of
 
@@ -52,6 +56,19 @@ def test_every_flag_of_the_readme_is_one():
         else:
             written = (ROOT / command.split()[1]).read_text(encoding="utf-8")
             assert all(f'"{flag}"' in written for flag in flags), command
+
+
+def test_the_results_are_those_of_the_results_file_tables_picture_and_numbers_in_the_text():
+    results = json.loads((ROOT / "tests/miniature.json").read_text(encoding="utf-8"))
+    section, shown = README.split("## Results")[1].split("\n## ")[0], tables(results)
+    assert results["about"]["runs"] == len(results["runs"])
+    for name, text in shown.items():
+        assert text in section, name
+    prose = re.sub(r"```.*?```", "", section, flags=re.DOTALL)
+    told, known = (set(re.findall(r"\d+\.\d+", text)) for text in (prose, " ".join(shown.values())))
+    assert told <= known, told - known
+    with Image.open(ROOT / "tests/miniature.png") as picture:
+        assert picture.info["Description"] == f"results {digest(results)}"
 
 
 def test_ci_runs_the_readmes_test_command():
