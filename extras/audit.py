@@ -108,7 +108,7 @@ def read(folder: Path, sample: int, seed: int) -> Reading:
     options = read_options(folder / ("config.json" if steps else "run.json"))
     out = Reading(folder, options, rows, [], Counter(), torn, [], thirds(steps))
     rng, turns, ends = random.Random(seed), 0, []
-    with tqdm(desc="reading", unit=" rollouts", dynamic_ncols=True, mininterval=1) as bar:
+    with tqdm(desc="reading", unit=" rollouts", dynamic_ncols=True, mininterval=1, delay=2) as bar:
         for number, (step, path) in enumerate(sorted(files.items()), 1):
             bar.set_postfix_str(f"file {number} of {len(files)}", refresh=False)
             for record in rollouts_of(path, ends):

@@ -88,6 +88,8 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         part.write_bytes(content)
         part.replace(path)
+    except OSError as error:  # a write names no file
+        raise OSError(error.errno, error.strerror, str(path)) from None
     finally:
         part.unlink(missing_ok=True)
 

@@ -48,7 +48,7 @@ from extras import arms  # noqa: E402
 from extras.audit import EVERY, lead, read  # noqa: E402
 from extras.playing import made  # noqa: E402
 from extras.ranks import Lasting, RunStopped, UsageError, start_processes  # noqa: E402
-from extras.results import complete  # noqa: E402
+from extras.results import ResultsError, complete  # noqa: E402
 from extras.run import lock  # noqa: E402
 from extras.show import load_rollouts, write_whole  # noqa: E402
 from extras.tables import read_curve  # noqa: E402
@@ -123,10 +123,17 @@ def quick_plan() -> list[Job]:
 # ----------------------------------------------------------------------------------------------------- the results
 
 
+def rows_of(folder: Path) -> list[dict]:
+    path = folder / "metrics.jsonl"
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines()]
+    except ValueError as error:
+        raise ResultsError(f"{path} is damaged: {error}") from None
+
+
 def of_run(folder: Path) -> dict:
     """What is kept of a run: its curve, and its metrics over steps: all, up to STEPS, the first and the last third."""
-    (config, curve), (_, start) = read_curve(folder), read_curve(folder.parent / "sft")
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows, (config, curve), (_, start) = rows_of(folder), read_curve(folder), read_curve(folder.parent / "sft")
     steps = {"after SFT": "0", "after RL": str(config["steps"])}
     rl = [row for row in rows if row["phase"] == "rl"]
     third = len(rl) // 3
@@ -186,7 +193,7 @@ def credit_seconds(folder: Path, repeats: int = 50) -> dict[str, float]:
 
 def endpoint_smoke(out: Path, held) -> dict[str, dict]:
     """Two steps of both arms with a user behind an endpoint on loopback: did every part of the protocol hold?"""
-    found = {}
+    found, os.environ["NO_PROXY"] = {}, "127.0.0.1"  # a proxy does not find it
     with FakeUser(by_rule) as server:
         for arm, options in (("FACA", FACA), ("GRPO", GRPO)):
             user = ["--simulator", "loopback-user", "--simulator-url", server.url, "--eval-trials", "0"]
@@ -194,7 +201,7 @@ def endpoint_smoke(out: Path, held) -> dict[str, dict]:
             if not job.through(out):  # the port is another one now
                 shutil.rmtree(out / job.folder, ignore_errors=True)
                 work([job], out, held)
-            rows = [json.loads(line) for line in (out / job.folder / "metrics.jsonl").read_text().splitlines()]
+            rows = rows_of(out / job.folder)
             found[arm] = {name: sum(row.get(name, 0) for row in rows) for name in (
                 "rollouts", "void", "segments", "observed", "strategy/invalid", "simulator/requests",
                 "simulator/faults")}
@@ -311,8 +318,8 @@ def parse() -> argparse.Namespace:
     options = parser.parse_args()
     if "RANK" in os.environ:
         parser.error("it starts runs of one process each: run it by python, not torchrun")
-    if options.show and not options.show.exists():
-        parser.error(f"--show {options.show} is neither a results file nor a DIR")
+    if (path := options.show) and not (path / "about.json" if path.is_dir() else path).exists():
+        parser.error(f"--show {path} is neither a results file nor a DIR")
     if not (options.out or options.quick or options.show or options.plan):
         parser.error("--out DIR is missing (two hours, or --quick: minutes); --show PATH only prints")
     return options

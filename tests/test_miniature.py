@@ -210,6 +210,17 @@ def test_a_variation_that_is_none_is_one_line_and_exit_code_2():
         assert found.returncode == 2 and found.stderr.count("\n") == 1 and "noise-P" in found.stderr
 
 
+def test_a_variation_refuses_a_run_that_it_would_not_change_as_it_says():
+    """vague of another domain trained the plain run; dropped with FACA's credit met a step without any rollout."""
+    def ran(name, env, method):
+        return variations.fitting(name, lambda config: 0)(SimpleNamespace(env=env, method=method))
+    for refused in (("vague", "mini:retail", "faca"), ("scaled", "mini:telecom", "faca"),
+                    ("dropped", "mini:telecom", "faca")):
+        with pytest.raises(UsageError, match=refused[0]):
+            ran(*refused)
+    assert ran("dropped", "mini:telecom/train", "grpo") == ran("noise-10", "mini:retail", "faca") == 0
+
+
 # ------------------------------------------------------------------------------------------------------------- jobs
 
 

@@ -15,6 +15,7 @@ after the first RL steps.
 """
 
 import math
+import os
 import random
 import re
 import sys
@@ -127,6 +128,19 @@ def sparing(evaluate):
     return wrapped
 
 
+def fitting(name: str, run_all):
+    """train.run_all, which refuses a run that the variation would leave as it is, or does not know."""
+    def wrapped(config) -> int:
+        if name in ("vague", "extremes") and config.env.partition("/")[0] != "mini:telecom":
+            raise train.UsageError(f"variation {name} is of mini:telecom, not of --env {config.env}")
+        if name in ("dropped", "scaled") and config.method != "grpo":
+            raise train.UsageError(f"variation {name} is of --method grpo, not of {config.method}")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise train.UsageError("variations are measured on one rank: run them by python, not torchrun")
+        return run_all(config)
+    return wrapped
+
+
 def vary(name: str) -> None:
     """Puts the variation in place, in this process. Raises UsageError for a name that is none."""
     noise = re.fullmatch(r"noise-(\d{1,2}|100)", name)
@@ -141,7 +155,7 @@ def vary(name: str) -> None:
         make_extreme()
     elif name == "scaled":
         train.advantages = scaled(train.advantages)
-    train.evaluate = sparing(train.evaluate)
+    train.run_all, train.evaluate = fitting(name, train.run_all), sparing(train.evaluate)
     update = train.Trainer.update
     train.Trainer.update = dropped(measured(update)) if name == "dropped" else measured(update)
 
