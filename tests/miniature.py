@@ -321,7 +321,7 @@ def parse() -> argparse.Namespace:
     if (path := options.show) and not (path / "about.json" if path.is_dir() else path).exists():
         parser.error(f"--show {path} is neither a results file nor a DIR")
     if not (options.out or options.quick or options.show or options.plan):
-        parser.error("--out DIR is missing (two hours, or --quick: minutes); --show PATH only prints")
+        parser.error("--out DIR is missing (two hours, or --quick: minutes); --show PATH shows what there is")
     return options
 
 
