@@ -1,6 +1,6 @@
 """The paper's argument at toy scale, rerun by one command: tables and a figure beside the paper's, seeds and spread.
 
-    python tests/miniature.py --out DIR    all of it, in at most two hours on two cores; goes on where it was stopped
+    python tests/miniature.py --out DIR    all of it, meant for two hours on two cores; goes on where it was stopped
     python tests/miniature.py --quick      one seed of both arms, minutes: what holds by a wide margin, or exit code 1
     python tests/miniature.py --show PATH  tables and figure of a results file, or of DIR as far as it is
 

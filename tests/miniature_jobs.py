@@ -38,10 +38,9 @@ class Job:
 
     def seen(self, out: Path) -> int:
         """Lines of progress so far."""
+        name = "results.jsonl" if self.folder.startswith("results/") else "metrics.jsonl"
         try:
-            if self.folder.startswith("results/"):
-                return (out / self.folder / "results.jsonl").read_bytes().count(b"\n")
-            return (out / self.folder / "metrics.jsonl").read_bytes().count(b"\n")
+            return (out / self.folder / name).read_bytes().count(b"\n")
         except OSError:
             return 0
 
