@@ -69,8 +69,7 @@ def start_processes() -> None:
     on_gpu = torch.cuda.is_available()
     store, rank, world = dist.HashStore(), 0, 1
     if "RANK" in os.environ:
-        if sys.platform == "linux":  # a torchrun that is killed would leave its ranks at work, with the GPUs
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+        end_with_parent()  # a torchrun that is killed would leave its ranks at work, with the GPUs
         store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(minutes=30)))  # to find each other, alone
     if on_gpu:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -78,6 +77,12 @@ def start_processes() -> None:
         torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(days=7), store=store,
                             rank=rank, world_size=world)
+
+
+def end_with_parent() -> None:
+    """Where the system can (Linux): this process gets SIGTERM when the one that started it ends, however that was."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def all_gather(value) -> list:

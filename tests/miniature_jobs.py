@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tqdm import tqdm
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from extras.ranks import RunStopped  # noqa: E402  after the path
+from extras.ranks import RunStopped, end_with_parent  # noqa: E402  after the path
 from extras.results import ResultsError, complete  # noqa: E402
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # the last: the terminal was closed
@@ -55,7 +56,7 @@ class Job:
         self.log(out).parent.mkdir(exist_ok=True)
         with self.log(out).open("a") as file:
             return subprocess.Popen([sys.executable, *command], stdout=file, stderr=file, cwd=ROOT,
-                                    start_new_session=True, pass_fds=[held.fileno()])
+                                    start_new_session=True, pass_fds=[held.fileno()], preexec_fn=end_with_parent)
 
     def log(self, out: Path) -> Path:
         return out / "logs" / (self.folder.replace("/", "-") + ".log")
@@ -67,11 +68,12 @@ class Job:
                 f"{self.log(out)}). --out {out} goes on; if that ends so again, remove {out / self.folder} first")
 
 
-def work(jobs: list[Job], out: Path, held, at_once: int = 2) -> None:
+def work(jobs: list[Job], out: Path, held, ended: Callable = lambda: None, at_once: int = 2) -> None:
     """Runs what is not through, at_once side by side; what a job needs that is none of jobs is there already.
 
-    Raises RunStopped, which names the log, where one fails. A signal stops all of them, and they save what is done; one
-    more is handed on to them. It is only noted when it comes, so that no run is started and then forgotten.
+    ended() is called when one has got through. Raises RunStopped, which names the log, where one fails. A signal stops
+    all of them, and they save what is done; one more is handed on to them. It is only noted when it comes, so that no
+    run is started and then forgotten.
     """
     through = {job.folder for job in jobs if job.through(out)} | {job.needs for job in jobs} - {j.folder for j in jobs}
     waiting, running, told = [job for job in jobs if job.folder not in through], {}, []
@@ -100,6 +102,7 @@ def work(jobs: list[Job], out: Path, held, at_once: int = 2) -> None:
                 if not job.through(out):
                     raise RunStopped(job.fault(out, process.returncode))
                 through.add(job.folder)
+                ended()
             bar.n = done()
             bar.set_postfix_str(", ".join(job.folder for job in running), refresh=False)
             bar.update(0)

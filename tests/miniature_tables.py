@@ -29,16 +29,16 @@ from extras.tables import NONE, grid, spread  # noqa: E402
 
 TABLE_4_OF = {"FACA": "8B lambda 0.5", "lambda 0.1": "8B lambda 0.1", "GRPO": "8B outcome only",
               "shifted": "8B shifted 0.5", "randomized": "8B randomized 0.5", "lambda -0.5": "8B lambda -0.5"}
-UPTO = 40  # the step that settings and arms are compared at, unless another is named
+STEPS = 40  # RL steps of a run; settings and arms are compared at the last of them, and over them
 FIVE, THREE = range(5), range(3)  # seeds of the arms of Table 2, and of all others
 NAMES = {"GRPO": "Interactive GRPO", "FACA": "FACA"}
-BESIDE = [f"step {UPTO}", f"mean 10-{UPTO}", "its gain", "p"]
+BESIDE = [f"step {STEPS}", f"mean 10-{STEPS}", "gain", "p"]
 
 
 # ------------------------------------------------------------------------------------------------------- statistics
 
 
-def curve_mean(curve: dict, upto: int = UPTO) -> float:
+def curve_mean(curve: dict, upto: int = STEPS) -> float:
     """Mean held-out success at the evaluations after step 0, up to a step."""
     return statistics.fmean(value for step, value in curve.items() if 0 < int(step) <= upto)
 
@@ -73,17 +73,22 @@ class Runs:
         runs = self.by_arm.get((setting, arm), {})
         return {seed: runs[seed] for seed in sorted(runs) if seed in seeds}
 
-    def means(self, setting: str, arm: str, seeds: Iterable[int] = FIVE, upto: int = UPTO) -> list[float]:
+    def means(self, setting: str, arm: str, seeds: Iterable[int] = FIVE, upto: int = STEPS) -> list[float]:
         return [100 * curve_mean(run["curve"], upto) for run in self.of(setting, arm, seeds).values()]
 
-    def at(self, setting: str, arm: str, seeds: Iterable[int] = FIVE, step: int = UPTO) -> list[float]:
+    def at(self, setting: str, arm: str, seeds: Iterable[int] = FIVE, step: int = STEPS) -> list[float]:
         return [100 * run["curve"][str(step)] for run in self.of(setting, arm, seeds).values()]
 
-    def gains(self, setting: str, arm: str, seeds: Iterable[int] = FIVE, upto: int = UPTO) -> list[float]:
+    def gains(self, setting: str, arm: str, seeds: Iterable[int] = FIVE, upto: int = STEPS) -> list[float]:
         """Of the curve's mean over Interactive GRPO's, for the seeds that both have."""
         both = self.of(setting, arm, seeds).keys() & self.of(setting, "GRPO", seeds).keys()
         ours, theirs = (self.means(setting, name, both, upto) for name in (arm, "GRPO"))
         return [a - b for a, b in zip(ours, theirs, strict=True)]
+
+    def gaps(self, setting: str, seeds: Iterable[int] = FIVE, step: int = STEPS) -> list[float]:
+        """FACA less Interactive GRPO at one step, for the seeds that both have."""
+        ours, theirs = (self.of(setting, arm, seeds) for arm in ("FACA", "GRPO"))
+        return [100 * (ours[s]["curve"][str(step)] - theirs[s]["curve"][str(step)]) for s in ours if s in theirs]
 
     def lead(self, setting: str, arm: str, seeds: Iterable[int] = FIVE) -> list[str]:
         """Two cells, means over seeds: of all turns, and without the last of each dialogue."""
@@ -92,12 +97,12 @@ class Runs:
         return [mean([each[part] for each in found], "+.2f") for part in ("all turns", "all but the last")]
 
     def metric(self, setting: str, arm: str, name: str, seeds: Iterable[int] = FIVE, part: str = "upto") -> list[float]:
-        """Of the steps up to UPTO, or of another part; "constant" is of groups whose rewards are all equal."""
+        """Of the steps up to STEPS, or of another part; "constant" is of groups whose rewards are all equal."""
         names = ("all_correct", "all_wrong") if name == "constant" else (name,)
         return [sum(run[part][n] for n in names) for run in self.of(setting, arm, seeds).values()]
 
     def last_step(self, setting: str) -> int:
-        return max([int(step) for run in self.of(setting, "FACA").values() for step in run["curve"]], default=UPTO)
+        return max([int(step) for run in self.of(setting, "FACA").values() for step in run["curve"]], default=STEPS)
 
     def ends(self, setting: str, arm: str) -> dict[int, float]:
         """Seed -> percentage of dialogues solved by the models at the end; of SFT as seed 0."""
@@ -133,6 +138,8 @@ def tables(results: dict) -> dict[str, str]:
     runs, about = Runs(results), results["about"]
     head = (f"{about['date']}, commit {', '.join(about['commits'])}, torch {about['torch']}, {about['cores']} cores: "
             f"{len(results['runs'])} of {about['runs']} runs of RL, {about['minutes']:.0f} minutes")
+    if len(results["runs"]) < about["runs"]:
+        head += "\nNot all runs are in: a cell may be of fewer seeds than its table says, and without ± it is of one"
     return {"about": head, "outcome": outcome(runs), "controls": controls(runs), "observability": observability(runs),
             "telemetry": telemetry(runs), "homogeneous": homogeneous(runs), "noise": noise(runs), "cost": cost(runs),
             "endpoint": endpoint(results["endpoint"])}
@@ -181,26 +188,31 @@ def controls(runs: Runs) -> str:
         rows.append([{"FACA": "lambda 0.5, aligned", "GRPO": "outcome only"}.get(arm, arm),
                      *beside(runs, "telecom", arm), mean(runs.metric("telecom", arm, "update_norm", THREE), ".3f"),
                      *papers[0], *papers[1]])
-    return "Table 4. Credit put out of place, lost, and reversed; seeds 0-2. Update: see below\n\n" + grid(rows)
+    return "\n".join([
+        "Table 4. Credit put out of place, lost, and reversed; seeds 0-2; gains are over outcome only. Update: L2 norm",
+        f"of what a step changed in the weights, mean over {STEPS} steps", "", grid(rows)])
 
 
 def observability(runs: Runs) -> str:
     """The gain beside what a user's reactions can tell."""
-    rows = [[f"mean 10-{UPTO}", "seeds", "SFT", "Interactive GRPO", "FACA", "gain", "p", "positive", "coverage",
-             "process", "lead", "but last"]]
+    rows = [[f"mean 10-{STEPS}", "seeds", "SFT", "Interactive GRPO", "FACA", "gain", "p", f"gap at {STEPS}", "positive",
+             "coverage", "process", "lead", "w/o last"]]
     for setting in ("telecom", "retail", "vague"):
         gains = runs.gains(setting, "FACA")
         rows.append([setting, str(len(gains)), mean(runs.at(setting, "FACA", step=0)),
                      spread(runs.means(setting, "GRPO")), spread(runs.means(setting, "FACA")), spread(gains, 1, "+"),
-                     p_of(gains), *(mean(runs.metric(setting, "FACA", name), ".3f")
-                                    for name in ("positive_share", "coverage", "process_share")),
+                     p_of(gains), spread(runs.gaps(setting), 1, "+"), *(
+                         mean(runs.metric(setting, "FACA", name), ".3f")
+                         for name in ("positive_share", "coverage", "process_share")),
                      *runs.lead(setting, "FACA")])
     told = ", ".join(f"{name} {TABLE_2['8B FACA'][i] - TABLE_2['8B Interactive GRPO'][i]:+.1f}"
                      for i, name in enumerate(COLUMNS.values()) if name.endswith(("Ret", "Tel")))
     return "\n".join([
         "Observability: the gain where the user sees what the agent causes (telecom), where progress hides in tools",
-        "(retail), and where a user of the telecom tasks answers every step vaguely. Lead: how far reactions point to",
-        "the better rollouts of a prompt, from -1 to +1; but last: without the last turn of each dialogue", "",
+        "(retail), and where a user of the telecom tasks answers every step vaguely. Gap: FACA less Interactive GRPO",
+        f"at step {STEPS}; positive: share of reactions; coverage: segments with process advantage; process: its share",
+        "of L1; lead: how far reactions point to a prompt's better rollouts, from -1 to +1, where ties count as 0;",
+        "w/o last: without the last turn of each dialogue", "",
         grid(rows), "", f"paper, gains of 8B: {told}"])
 
 
@@ -254,7 +266,7 @@ def homogeneous(runs: Runs) -> str:
 
 def noise(runs: Runs) -> str:
     """How wrong the labels may be."""
-    rows = [["labels turned", *BESIDE, "by seed", "update", "lead", "but last"]]
+    rows = [["labels turned", *BESIDE, "by seed", "update", "lead", "w/o last"]]
     for share in (0, 10, 30, 50):
         arm = f"noise {share}" if share else "FACA"
         rows.append([f"{share} %", *beside(runs, "telecom", arm),
@@ -301,6 +313,11 @@ def digest(results: dict) -> str:
     return hashlib.blake2b(json.dumps(results, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
+CAPTION = ("Above: mean over seeds, in a band from the lowest seed to the highest. Below: an arm's gain over "
+           f"Interactive GRPO in the mean over steps 10-{STEPS},\nmatched by seed: a dot for each seed, a bar for "
+           "their mean. The last three panels have one scale.")
+
+
 def figure(results: dict, path: Path) -> None:
     """Above, the curves of each setting, in a band from the lowest seed to the highest; below gains, a dot a seed."""
     import matplotlib
@@ -310,32 +327,34 @@ def figure(results: dict, path: Path) -> None:
     with pyplot.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "text.color": INK,
                             "axes.labelcolor": INK, "axes.edgecolor": INK, "legend.frameon": False,
                             "axes.titlesize": 10, "axes.titlelocation": "left"}):
-        drawn, axes = pyplot.subplots(2, 4, figsize=(15, 7.2), layout="constrained")
+        drawn, axes = pyplot.subplots(2, 4, figsize=(15, 7.6), layout="constrained")
         constant = mean([100 * x for x in runs.metric("extremes", "GRPO", "constant")], ".0f")
         for ax, (setting, title) in zip(axes[0], {
                 "telecom": "telecom: the user sees what the agent causes", "retail": "retail: progress hides in tools",
                 "vague": "vague: telecom, steps answered vaguely",
-                "extremes": f"extremes: {constant} % of groups constant (GRPO)"}.items(), strict=True):
+                "extremes": f"extremes: {constant} % of groups constant"}.items(), strict=True):
             draw_curves(ax, runs, setting)
             ax.set_title(title)
         axes[0][0].set_ylabel("held-out pass@1, %")
-        if runs.of("telecom", "GRPO"):
-            axes[0][0].legend(loc="lower right")
-        draw_controls(axes[1][0], runs)
-        draw_gains(axes[1][1], "gain over outcome only, by setting", [
-            (setting, runs.gains(setting, "FACA")) for setting in ("telecom", "retail", "vague", "extremes")])
-        draw_gains(axes[1][2], "extremes: and outcome credit of other sizes", [
-            (words, runs.gains("extremes", arm, THREE)) for arm, words in (
-                ("FACA", "FACA"), ("scaled", "GRPO, scaled\nto FACA"), ("dropped", "GRPO, constant\ndropped"))])
-        draw_gains(axes[1][3], "labels turned", [
-            (f"{share} %", runs.gains("telecom", f"noise {share}" if share else "FACA", THREE))
+        draw_gains(axes[1][0], "Table 4: where the credit is put", [
+            (words, COLOURS["FACA"], runs.gains("telecom", arm, THREE)) for arm, words in (
+                ("FACA", "lambda\n0.5"), ("lambda 0.1", "lambda\n0.1"), ("shifted", "shifted"),
+                ("randomized", "random-\nized"), ("lambda -0.5", "lambda\n-0.5"))],
+            [TABLE_4[name][1] - TABLE_4["8B outcome only"][1] for arm, name in TABLE_4_OF.items() if arm != "GRPO"])
+        draw_gains(axes[1][1], "by setting", [
+            (name, COLOURS["FACA"], runs.gains(name, "FACA")) for name in ("telecom", "retail", "vague", "extremes")])
+        draw_gains(axes[1][2], "extremes: outcome credit of other sizes", [
+            (words, COLOURS["FACA" if arm == "FACA" else "GRPO"], runs.gains("extremes", arm, THREE))
+            for arm, words in (("FACA", "FACA"), ("scaled", "GRPO, scaled\nto FACA"),
+                               ("dropped", "GRPO, constant\ndropped"))])
+        draw_gains(axes[1][3], "telecom: share of labels turned", [
+            (f"{share} %", COLOURS["FACA"], runs.gains("telecom", f"noise {share}" if share else "FACA", THREE))
             for share in (0, 10, 30, 50)])
-        for ax in axes[1]:
-            ax.axhline(0, color=INK, linewidth=0.8)
         ends = [ax.get_ylim() for ax in axes[1][1:]]
         for ax in axes[1][1:]:  # one scale: the gains are to be compared
             ax.set_ylim(min(low for low, _ in ends), max(high for _, high in ends))
-        axes[1][0].set_ylabel("points of pass@1, mean over the curve")
+        axes[1][0].set_ylabel("gain, points of pass@1")
+        drawn.supxlabel(CAPTION, x=0.01, ha="left", fontsize=9)
         drawn.savefig(whole := io.BytesIO(), format="png", dpi=110,
                       metadata={"Description": f"results {digest(results)}"})
         pyplot.close(drawn)
@@ -351,37 +370,24 @@ def draw_curves(ax, runs: Runs, setting: str) -> None:
         values = np.array([[100 * curve[str(step)] for step in steps] for curve in curves])
         ax.fill_between(steps, values.min(0), values.max(0), color=COLOURS[arm], alpha=0.15, linewidth=0)
         ax.plot(steps, values.mean(0), color=COLOURS[arm], marker="o" if arm == "FACA" else "s", markersize=4,
-                label=f"{NAMES[arm]} ({len(curves)} seeds)")
+                label=f"{NAMES[arm]} ({len(curves)} seed{'s' * (len(curves) > 1)})")
+        ax.legend(loc="lower right")
     ax.set_xlabel("RL step")
     ax.grid(axis="y", color="#dddddd", linewidth=0.6)
 
 
-def draw_controls(ax, runs: Runs) -> None:
-    """Ours as dots by seed, the paper's tau2 Telecom as crosses on an axis of its own: its gains are larger."""
-    arms = [arm for arm in TABLE_4_OF if arm != "GRPO"]
-    names = {"FACA": "lambda\n0.5", "lambda 0.1": "lambda\n0.1", "lambda -0.5": "lambda\n-0.5",
-             "randomized": "random-\nized"}
-    draw_gains(ax, "Table 4: gain over outcome only", [(names.get(arm, arm), runs.gains("telecom", arm, THREE))
-                                                       for arm in arms])
-    right = ax.twinx()
-    base = TABLE_4["8B outcome only"][1]
-    right.plot(range(len(arms)), [TABLE_4[TABLE_4_OF[arm]][1] - base for arm in arms], "x", color=COLOURS["paper"],
-               markersize=8, markeredgewidth=2, label="paper, tau2 Telecom (right axis)")
-    right.legend(loc="lower left", fontsize=8)
-    low, high = ax.get_ylim()
-    top = max(abs(low), abs(high)) * 1.05
-    ax.set_ylim(-top, top)
-    right.set_ylim(-20, 20)  # 0 at the same height
-    right.spines["right"].set_visible(True)
-    right.tick_params(axis="y", colors=COLOURS["paper"])
-
-
-def draw_gains(ax, title: str, gains: list[tuple[str, list[float]]]) -> None:
-    for place, (_, each) in enumerate(gains):
-        ax.plot([place] * len(each), each, "o", color=COLOURS["FACA"], alpha=0.45, markersize=5)
+def draw_gains(ax, title: str, gains: list[tuple[str, str, list[float]]], papers: list[float] = ()) -> None:
+    """A column for each (name, colour, gains by seed); the paper's as crosses."""
+    for place, (_, colour, each) in enumerate(gains):
+        ax.plot([place] * len(each), each, "o", color=colour, alpha=0.45, markersize=5)
         if each:
-            ax.plot([place - 0.22, place + 0.22], [statistics.fmean(each)] * 2, color=COLOURS["FACA"], linewidth=2.5)
-    ax.set_xticks(range(len(gains)), [name for name, _ in gains], fontsize=8)
+            ax.plot([place - 0.22, place + 0.22], [statistics.fmean(each)] * 2, color=colour, linewidth=2.5)
+    if papers:
+        ax.plot(range(len(papers)), papers, "x", color=COLOURS["paper"], markersize=8, markeredgewidth=2,
+                label="paper, tau2 Telecom")
+        ax.legend(loc="lower left")
+    ax.axhline(0, color=INK, linewidth=0.8)
+    ax.set_xticks(range(len(gains)), [name for name, _, _ in gains], fontsize=8)
     ax.set_xlim(-0.6, len(gains) - 0.4)
     ax.set_title(title)
     ax.grid(axis="y", color="#dddddd", linewidth=0.6)

@@ -251,6 +251,17 @@ def small_jobs() -> list:
     return jobs
 
 
+def locked(folder, seconds: float):
+    """The folder's lock, once nobody holds it: a job that outlives its command does until it ends."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return lock(folder)
+        except OSError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 def test_jobs_that_were_stopped_or_killed_go_on_and_a_failed_one_is_named(tmp_path):
     """A stopped command leaves nothing at work; the next one skips what is through, and resumes what is not."""
     jobs = small_jobs()
@@ -263,14 +274,7 @@ def test_jobs_that_were_stopped_or_killed_go_on_and_a_failed_one_is_named(tmp_pa
         time.sleep(0.1)
     killed.terminate()
     killed.wait()
-    deadline = time.monotonic() + 120
-    while True:  # a child that outlives it holds the folder until it ends
-        try:
-            held = lock(tmp_path)
-            break
-        except OSError:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
+    held = locked(tmp_path, 120)
     before = (tmp_path / "runs/telecom/sft/metrics.jsonl").read_bytes()
     miniature.work(jobs, tmp_path, held)
     after = (tmp_path / "runs/telecom/sft/metrics.jsonl").read_bytes()  # it may have been stopped in its evaluation
@@ -281,6 +285,21 @@ def test_jobs_that_were_stopped_or_killed_go_on_and_a_failed_one_is_named(tmp_pa
     wrong = miniature.rl("telecom", "FACA", "plain", ["--lam", "0.6"], 7)
     with pytest.raises(RunStopped, match=r"runs/telecom/FACA-7 ended with exit code 2 .* lambda .*telecom-FACA-7.log"):
         miniature.work([*jobs, wrong], tmp_path, held)
+
+
+def test_a_command_that_is_killed_takes_its_jobs_with_it(tmp_path):
+    """They once stayed at work, and held the folder until they were through."""
+    (tmp_path / "logs").mkdir()
+    script = (f"import sys; sys.path[:0] = [{str(miniature.ROOT / 'tests')!r}]; import test_miniature as t\n"
+              f"from pathlib import Path; out = Path({str(tmp_path)!r})\n"
+              "t.miniature.work([t.stub('runs/a/b', 'import time; time.sleep(600)')], out, t.lock(out))")
+    killed = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, stderr=subprocess.DEVNULL)
+    while not (tmp_path / "runs/a/b").exists():
+        assert killed.poll() is None
+        time.sleep(0.1)
+    killed.kill()
+    killed.wait()
+    locked(tmp_path, 30).close()
 
 
 def stub(folder: str, code: str, needs: str = "") -> miniature_jobs.Job:
