@@ -54,6 +54,7 @@ class Request:
     ids: list[int]  # context, then the tokens sampled so far
     max_tokens: int
     seed: int
+    temperature: float
     done: asyncio.Future
     digests: list[bytes] = field(default_factory=list)  # names of the full pages of ids
     pages: list[int] = field(default_factory=list)
@@ -81,9 +82,10 @@ def head_dim_of(config):
 
 
 def unpack(flat, T, B):
-    """Views of Sampler._pack's tensor: ids, positions, slots [T], starts [B + 1], lengths, u [B], table [B, P]."""
-    *fields, u, table = flat.split([T, T, T, B + 1, B, B, len(flat) - 3 * T - 3 * B - 1])
-    return *fields, u.view(torch.float64), table.view(B, -1)
+    """Views of Sampler._pack's tensor: ids, positions, slots [T], starts [B + 1], lengths, u, temperature [B], table
+    [B, P]."""
+    *fields, u, heat, table = flat.split([T, T, T, B + 1, B, B, B, len(flat) - 3 * T - 4 * B - 1])
+    return *fields, u.view(torch.float64), heat.view(torch.float64), table.view(B, -1)
 
 
 def uniform(seed, position):
@@ -93,18 +95,20 @@ def uniform(seed, position):
 
 
 def draw(logits, u, banned, temperature):
-    """One token a row by inverse CDF: logits [B, V], u [B] in [0, 1), banned [V] bool -> tokens [B], logprobs [B].
+    """One token a row by inverse CDF: logits [B, V], u [B] in [0, 1), banned [V] bool, temperature [B] -> tokens [B],
+    logprobs [B].
 
     Temperature 0 takes the likeliest token, and gives its log-prob at temperature 1.
     """
+    heat = temperature.float()[:, None]
     logits = logits.float().masked_fill(banned, float("-inf"))
-    logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=-1)
-    tokens = logprobs.argmax(-1, keepdim=True)
-    if temperature:
-        probs = logprobs.double().exp()
-        cdf = probs.cumsum(-1)
-        drawn = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
-        tokens = torch.where(probs.gather(1, drawn) > 0, drawn, tokens)  # rounding may step over the CDF's end
+    logprobs = torch.log_softmax(logits / heat.where(heat > 0, 1.0), dim=-1)
+    likeliest = logprobs.argmax(-1, keepdim=True)
+    probs = logprobs.double().exp()
+    cdf = probs.cumsum(-1)
+    drawn = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True).clamp_(max=logits.shape[-1] - 1)
+    fits = (heat > 0) & (probs.gather(1, drawn) > 0)  # rounding may step over the CDF's end
+    tokens = torch.where(fits, drawn, likeliest)
     return tokens[:, 0], logprobs.gather(1, tokens)[:, 0]
 
 
@@ -150,11 +154,11 @@ class Sampler:
         layers = range(config.num_hidden_layers)
         return [torch.zeros(shape, dtype=self.model.dtype, device=self.device).unbind() for _ in layers]
 
-    async def sample(self, ids, max_tokens, seed):
+    async def sample(self, ids, max_tokens, seed, temperature=None):
         """Continue `ids` by at most max_tokens -> Sample. The token at position p depends on ids, weights, seed and p.
 
-        Raises ValueError for what can never be served, RuntimeError asleep, and whatever a forward raised while this
-        request was waiting.
+        temperature: of this request alone; None is the sampler's. Raises ValueError for what can never be served,
+        RuntimeError asleep, and whatever a forward raised while this request was waiting.
         """
         if self._cache is None:
             raise RuntimeError("the sampler is asleep: it has neither weights nor cache until wake(parameters)")
@@ -163,7 +167,8 @@ class Sampler:
             raise ValueError(f"needs context ids below {vocab} and max_tokens of 1 or more: {len(ids)}, {max_tokens}")
         if len(ids) + max_tokens > capacity:
             raise ValueError(f"{len(ids)} context ids + max_tokens {max_tokens} exceed the cache's {capacity} tokens")
-        request = Request(ids, max_tokens, seed, asyncio.get_running_loop().create_future())
+        temperature = self.temperature if temperature is None else temperature
+        request = Request(ids, max_tokens, seed, temperature, asyncio.get_running_loop().create_future())
         request.extend_digests(self.page)
         self._waiting.append(request)
         if self._task is None or self._task.done():  # done but there: cancelled before its first step
@@ -307,12 +312,13 @@ class Sampler:
         starts = list(accumulate([row.new for row in rows] + [1] * pad, initial=0))
         lengths = [len(row.ids) for row in rows] + [1] * pad
         u = np.array([uniform(row.seed, len(row.ids)) for row in rows] + [0.0] * pad)
+        heat = np.array([float(row.temperature) for row in rows] + [1.0] * pad)
         table = np.full((B, P), scratch)
         for i, row in enumerate(rows):
             used = row.table[:P]
             table[i, : len(used)] = used
-        packed = np.concatenate((ids, positions, slots, starts, lengths, u.view(np.int64), table.ravel()))
-        packed = torch.from_numpy(packed)
+        floats = u.view(np.int64), heat.view(np.int64)
+        packed = torch.from_numpy(np.concatenate((ids, positions, slots, starts, lengths, *floats, table.ravel())))
         return packed.pin_memory() if self.device.type == "cuda" else packed
 
     def _decode(self, packed, B):
@@ -333,7 +339,7 @@ class Sampler:
 
     def _compute(self, packed, T, B, most, rows=None):
         """One forward and one draw: packed on the device -> [2, B] float64, tokens and log-probs."""
-        ids, positions, slots, starts, lengths, u, table = unpack(packed, T, B)
+        ids, positions, slots, starts, lengths, u, heat, table = unpack(packed, T, B)
         if self.kernel:
             attend = partial(attend_in_place, starts=starts.int(), lengths=lengths.int(), table=table.int(), most=most)
         else:
@@ -346,7 +352,7 @@ class Sampler:
                                 **paged)
         finally:
             config._attn_implementation = original
-        tokens, logprobs = draw(output.logits[0], u, self._banned, self.temperature)
+        tokens, logprobs = draw(output.logits[0], u, self._banned, heat)
         return torch.stack((tokens.double(), logprobs.double()))
 
     def _groups(self, rows, positions, slots, table):

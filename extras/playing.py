@@ -124,26 +124,38 @@ def agent_of(options: argparse.Namespace, tasks: list[Task], ranks: int) -> tupl
         on_first(lambda: agent.check(caps.message_tokens))
         return agent, None, caps, {"agent_url": options.agent_url, "agent_extra": options.agent_extra, "weights": "",
                                    "temperature": heat, "thinking": False, "trained_on": ()}
-    note = note_of(options.model)
-    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
-    tokenizer, model = load_policy(options.model, 0, torch.device(device), dtype)
-    chat, caps = Chat(tokenizer, options.thinking), Caps(**note.get("caps", {}) | given)
+    sampler, chat, caps, note = load_sampler(options.model, given, options.kv_gib, options.temperature,
+                                             options.thinking)
     longest = longest_prompt(tasks, chat)
     if caps.context < longest + caps.message_tokens:
         raise ResultsError(f"--max-context {caps.context} has no room for a message of {caps.message_tokens} tokens "
                            f"after a prompt of {longest}")
-    kv_gib = options.kv_gib or Config.__dataclass_fields__["kv_gib"].metadata[note.get("preset", "paper")]
-    kv_tokens = int(kv_gib * 2**30) // kv_bytes_per_token(model.config, dtype)
-    if kv_tokens < caps.context + 512:
-        raise ResultsError(f"--kv-gib {kv_gib} holds {kv_tokens} tokens of {options.model}, too few for dialogues of "
-                           f"--max-context {caps.context}")
-    heat = 0.0 if options.greedy else options.temperature or note.get("temperature", 1.0)
-    sampler = Sampler(model, chat.end_ids, chat.banned_ids(model.config.vocab_size), heat, kv_tokens)
+    sampler.temperature = 0.0 if options.greedy else sampler.temperature
     if not note and dist.get_rank() == 0:
         print(f"note: {options.model} has no faca.json: caps are the paper's")
     return sampler, chat, caps, {
-        "agent_url": "", "agent_extra": "", "weights": weights_digest(model), "temperature": heat,
-        "thinking": options.thinking, "trained_on": note.get("trained_on", ())}
+        "agent_url": "", "agent_extra": "", "weights": weights_digest(sampler.model),
+        "temperature": sampler.temperature, "thinking": options.thinking, "trained_on": note.get("trained_on", ())}
+
+
+def load_sampler(name: str, given: dict, kv_gib: float | None = None, temperature: float | None = None,
+                 thinking: bool = False) -> tuple[Sampler, Chat, Caps, dict]:
+    """A model of that name whole on this rank's device: sampler, chat format, caps, and what its faca.json says.
+
+    given: caps that go over those of training; None for the others is as trained, too. Raises PolicyError, and
+    ResultsError for a cache that is too small.
+    """
+    note = note_of(name)
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    tokenizer, model = load_policy(name, 0, torch.device(device), dtype)
+    chat, caps = Chat(tokenizer, thinking), Caps(**note.get("caps", {}) | given)
+    kv_gib = kv_gib or Config.__dataclass_fields__["kv_gib"].metadata[note.get("preset", "paper")]
+    kv_tokens = int(kv_gib * 2**30) // kv_bytes_per_token(model.config, dtype)
+    if kv_tokens < caps.context + 512:
+        raise ResultsError(f"--kv-gib {kv_gib} holds {kv_tokens} tokens of {name}, too few for dialogues of "
+                           f"--max-context {caps.context}")
+    heat = temperature if temperature is not None else note.get("temperature", 1.0)
+    return Sampler(model, chat.end_ids, chat.banned_ids(model.config.vocab_size), heat, kv_tokens), chat, caps, note
 
 
 def weights_digest(model: torch.nn.Module) -> str:

@@ -172,8 +172,7 @@ def spoken(text: str, calls: list[dict], chat: Chat) -> tuple[list[int], dict]:
     def ids(text: str) -> list[int]:
         return chat.tokenizer.encode(text, add_special_tokens=False)
 
-    bodies = [plain(json.dumps(call["function"], ensure_ascii=False), chat) for call in calls]
-    text = "\n".join([plain(text, chat)] * bool(text) + [f"<tool_call>\n{body}\n</tool_call>" for body in bodies])
+    text, bodies = written(text, calls, chat)
     said = chat.parse(ids(text))
     # A tokenizer may normalise (Qwen3's composes accents): a call means what its own ids say.
     meant = [parse_call(chat.tokenizer.decode(ids(body), clean_up_tokenization_spaces=False)) for body in bodies]
@@ -183,6 +182,13 @@ def spoken(text: str, calls: list[dict], chat: Chat) -> tuple[list[int], dict]:
         raise DataError(f"the agent's message {text[:60]!r} would not be heard as it is meant: {why}")
     calls = [{"type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in said.calls]
     return ids(text) + [chat.turn_end], {"content": said.text} | ({"tool_calls": calls} if calls else {})
+
+
+def written(text: str, calls: list[dict], chat: Chat) -> tuple[str, list[str]]:
+    """An agent message as one text in Qwen3's syntax, and of its calls what stands between their tags."""
+    bodies = [plain(json.dumps(call["function"], ensure_ascii=False), chat) for call in calls]
+    return "\n".join([plain(text, chat)] * bool(text)
+                     + [f"<tool_call>\n{body}\n</tool_call>" for body in bodies]), bodies
 
 
 def plain(text: str, chat: Chat) -> str:

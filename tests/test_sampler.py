@@ -131,20 +131,28 @@ def test_zero_lm_head_gives_the_uniform_logprob_over_allowed_tokens():
     torch.testing.assert_close(torch.tensor(sample.logprobs), expected)
 
 
+def heat(value, rows):
+    return torch.full((rows,), value, dtype=torch.float64)
+
+
 def test_draw_matches_hand_computed_cdf():
     """p = .1 .2 .3 .4; u decides by the CDF .1 .3 .6 1. At temperature .5 p is squared: 1 4 9 16 over 30."""
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().expand(5, 4)
     u = torch.tensor([0.0, 0.11, 0.31, 0.59, 1 - 2**-53], dtype=torch.float64)
     none = torch.zeros(4, dtype=torch.bool)
-    tokens, logprobs = draw(logits, u, none, 1.0)
+    tokens, logprobs = draw(logits, u, none, heat(1.0, 5))
     assert tokens.tolist() == [0, 1, 2, 2, 3]
     torch.testing.assert_close(logprobs.exp(), torch.tensor([0.1, 0.2, 0.3, 0.3, 0.4]))
-    tokens, logprobs = draw(logits, u, none, 0.5)  # CDF .033 .167 .467 1
+    tokens, logprobs = draw(logits, u, none, heat(0.5, 5))  # CDF .033 .167 .467 1
     assert tokens.tolist() == [0, 1, 2, 3, 3]
     torch.testing.assert_close(logprobs.exp(), torch.tensor([1, 4, 9, 16, 16]) / 30)
-    tokens, logprobs = draw(logits, u, torch.tensor([False, False, False, True]), 0.0)
+    tokens, logprobs = draw(logits, u, torch.tensor([False, False, False, True]), heat(0.0, 5))
     assert tokens.tolist() == [2] * 5
     torch.testing.assert_close(logprobs.exp(), torch.full((5,), 0.5))
+    mixed = torch.tensor([1.0, 0.5, 0.0, 0.5, 0.0], dtype=torch.float64)  # each row has its own
+    tokens, logprobs = draw(logits, u, none, mixed)
+    assert tokens.tolist() == [0, 1, 3, 3, 3]
+    torch.testing.assert_close(logprobs.exp(), torch.tensor([0.1, 4 / 30, 0.4, 16 / 30, 0.4]))
 
 
 def test_the_ends_of_the_cdf_never_give_a_banned_or_impossible_token():
@@ -156,10 +164,20 @@ def test_the_ends_of_the_cdf_never_give_a_banned_or_impossible_token():
     banned[list(BANNED)] = True  # the first id and the last ones
     zero = torch.zeros(500, dtype=torch.float64)
     rising = torch.arange(V).expand(500, V) / V
-    assert draw(rising, zero, banned, 1.0)[0].unique().tolist() == [1]  # the first id that has mass
+    assert draw(rising, zero, banned, heat(1.0, 500))[0].unique().tolist() == [1]  # the first id that has mass
     for value in (0.0, 1 - 2**-53, 1.0):  # even a u that should not occur
-        tokens, logprobs = draw(logits, torch.full((500,), value, dtype=torch.float64), banned, 1.0)
+        tokens, logprobs = draw(logits, heat(value, 500), banned, heat(1.0, 500))
         assert not set(tokens.tolist()) & {*BANNED, 30, 60} and logprobs.isfinite().all()
+
+
+def test_each_request_may_have_its_own_temperature_and_changes_no_other():
+    requests = [(context(9, k), 6, k) for k in range(4)]
+    alone = {t: run(new(temperature=t), requests) for t in (0.0, 0.5, 1.0)}
+    temperatures = [None, 0.5, 0.0, None]
+    together = run(new(temperature=1.0), [(*r, t) for r, t in zip(requests, temperatures, strict=True)])
+    for k, t in enumerate(temperatures):
+        assert together[k].tokens == alone[1.0 if t is None else t][k].tokens
+        assert_fresh(MODEL, requests[k][0], together[k], t or 1.0)
 
 
 def test_uniform_is_uniform_and_depends_on_seed_and_position():

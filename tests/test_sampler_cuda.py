@@ -164,7 +164,7 @@ def test_a_decode_step_reads_nothing_back_and_mixes_no_devices():
     with torch.device("meta"):
         model = tiny().bfloat16()
     sampler = Sampler(model, (1,), BANNED, kv_tokens=1024, kernel=True)  # torch's kernel itself, shapes only
-    rows = [Request(context(5 + k), 4, k, None, pages=[k], table=np.array([k]), cached=4 + k) for k in range(3)]
+    rows = [Request(context(5 + k), 4, k, 1.0, None, pages=[k], table=np.array([k]), cached=4 + k) for k in range(3)]
     with torch.no_grad():
         output = sampler._compute(sampler._pack(rows, 4, 4).to("meta"), 4, 4, 1)
         assert (output.shape, output.dtype, output.device.type) == ((2, 4), torch.float64, "meta")

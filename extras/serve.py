@@ -1,0 +1,306 @@
+"""A checkpoint behind an OpenAI-compatible endpoint on this machine, on the sampler that training uses.
+
+    python extras/serve.py --model runs/RUN/model --port 8000
+    curl http://127.0.0.1:8000/v1/chat/completions -d '{"messages": [{"role": "user", "content": "Hello"}]}'
+
+    with Server("runs/RUN/model") as server: ...     # in a program: server.url, server.name, server.latency()
+
+POST /v1/chat/completions, with tools or without, and GET /v1/models. Requests that come together share the running
+batch, and what they have in common is computed once. It listens on loopback alone, and asks for no key.
+
+What is taken and what is refused, and how a history becomes a prompt, stands in extras/completions.py. Chosen here:
+what a request does not say is said by this server's options, as the model was trained where they are silent, and never
+by generation_config.json. max_tokens is cut to what the context leaves, as in a rollout. Stop strings are looked for in
+the visible text, which ends before the first of them. A message with a malformed call is its text, tags and all, so
+that the client sees what was said. With "stream" the answer comes in one piece.
+"""
+
+import argparse
+import asyncio
+import concurrent.futures
+import json
+import math
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tqdm import tqdm  # noqa: E402  after the path
+
+from extras.checkpoint import PolicyError  # noqa: E402
+from extras.completions import Asked, Memory, Refused, asked, messages_of, prompt_of  # noqa: E402
+from extras.playing import load_sampler  # noqa: E402
+from extras.ranks import Lasting, UsageError  # noqa: E402
+from rollout import THINK, Call, read, stream_seed  # noqa: E402
+
+LARGEST = 2**26  # bytes of a request
+PIECE = 32       # tokens sampled between two looks for a stop string; the same tokens as in one go
+
+
+# ---------------------------------------------------------------------------------------------------------- the server
+
+
+class Server:
+    """The model, served from __enter__ to __exit__ by threads of its own; port 0 takes a free one.
+
+    None for temperature and tokens is as the model was trained, else 1, 1024 tokens a message, and a context of 32768
+    or what the model can take. Raises PolicyError for a model that can't be loaded, UsageError for a port that can't be
+    had or a cache that is too small.
+    """
+
+    def __init__(self, model: str, port: int = 0, name: str = "", temperature: float | None = None,
+                 max_tokens: int | None = None, max_context: int | None = None, kv_gib: float | None = None,
+                 thinking: bool = False):
+        given = {"message_tokens": max_tokens, "context": max_context}
+        given = {key: value for key, value in given.items() if value is not None}
+        self.sampler, self.chat, caps, _ = load_sampler(model, given, kv_gib, temperature, thinking)
+        self.context = min(caps.context, self.sampler.model.config.max_position_embeddings)
+        self.max_tokens, self.memory, self.name = caps.message_tokens, Memory(), name or name_of(model)
+        self.seconds: list[float] = []
+        self.in_flight = self.peak = self.tokens = 0
+        self.ended = lambda: None  # hears of each answer
+        try:
+            self.http = Http(("127.0.0.1", port), Handler)
+        except (OSError, OverflowError) as error:
+            raise UsageError(f"port {port} can't be used ({getattr(error, 'strerror', None) or error}); name another "
+                             "with --port") from None
+        self.http.served = self
+        self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
+        self.loop = asyncio.new_event_loop()
+        self.threads = [threading.Thread(target=act, daemon=True)
+                        for act in (self.loop.run_forever, self.http.serve_forever)]
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.http.shutdown()
+        self.http.server_close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        for thread in self.threads:
+            thread.join()
+
+    def latency(self) -> dict[str, float]:
+        """Of the requests answered so far: their number, median and 95th percentile in seconds, most at once."""
+        each = sorted(self.seconds)
+        return {"requests": len(each), "peak": self.peak} | {
+            name: each[math.ceil(share * len(each)) - 1] if each else math.nan
+            for name, share in (("median", 0.5), ("p95", 0.95))}
+
+    async def complete(self, request: Asked) -> dict:
+        """OpenAI's object for a request's completions. Raises Refused."""
+        ids = prompt_of(request.messages, request.tools, self.chat, self.memory)
+        room = self.context - len(ids)
+        if room < 1:
+            raise Refused(f"the prompt has {len(ids)} tokens: this model's maximum context length is {self.context}",
+                          param="messages", code="context_length_exceeded")
+        most = min(request.max_tokens or self.max_tokens, room)
+        began = time.perf_counter()
+        self.in_flight += 1
+        self.peak = max(self.peak, self.in_flight)
+        try:
+            found = await asyncio.gather(*(self.choice(request, ids, most, i) for i in range(request.n)))
+        finally:
+            self.in_flight -= 1
+        self.seconds.append(time.perf_counter() - began)
+        sampled = sum(tokens for _, tokens in found)
+        self.tokens += sampled
+        self.ended()
+        return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time()),
+                "model": self.name, "choices": [choice | {"index": i} for i, (choice, _) in enumerate(found)],
+                "usage": {"prompt_tokens": len(ids), "completion_tokens": sampled, "total_tokens": len(ids) + sampled}}
+
+    async def choice(self, request: Asked, ids: list[int], most: int, i: int) -> tuple[dict, int]:
+        """One completion: OpenAI's choice without its index, and how many tokens were sampled."""
+        seed, tokens, reason, visible = stream_seed(request.seed, i), [], "length", ""
+        while len(tokens) < most and reason == "length":
+            piece = min(PIECE, most - len(tokens)) if request.stop else most
+            sample = await self.sampler.sample(ids + tokens, piece, seed, request.temperature)
+            tokens += sample.tokens
+            reason = "stop" if sample.stop == "end" else "length"
+            text = self.chat.inside + self.chat.tokenizer.decode(tokens, skip_special_tokens=True,
+                                                                 clean_up_tokenization_spaces=False)
+            visible = THINK.sub("", text).rpartition("</think>")[2]
+            if places := [visible.find(stop) for stop in request.stop if stop in visible]:
+                return {"message": {"role": "assistant", "content": visible[:min(places)].strip()}, "logprobs": None,
+                        "finish_reason": "stop"}, len(tokens)
+        message = self.message(visible, bool(request.tools))
+        self.memory.put(ids, messages_of([message])[0], tokens)  # as it will come back
+        if thoughts := text[:len(text) - len(visible)] if text.endswith(visible) else "":
+            message["reasoning_content"] = thoughts.replace("<think>", "").replace("</think>", "").strip()
+        reason = "tool_calls" if message.get("tool_calls") and reason == "stop" else reason
+        return {"message": message, "logprobs": None, "finish_reason": reason}, len(tokens)
+
+    def message(self, visible: str, with_tools: bool) -> dict:
+        """What a client gets: the calls apart where there are tools and all calls are well formed."""
+        said = read(visible)
+        if not with_tools or not said.calls or not all(isinstance(call, Call) for call in said.calls):
+            return {"role": "assistant", "content": visible.strip()}
+        return {"role": "assistant", "content": said.text or None, "tool_calls": [
+            {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
+            for call in said.calls]}
+
+
+def name_of(model: str) -> str:
+    """What a model is called where no name is given: a run's model by the run, another folder by its own name."""
+    path = Path(model)
+    if not path.is_dir():
+        return model
+    path = path.resolve()
+    return path.parent.name if path.name in ("model", "sft") else path.name
+
+
+class Http(ThreadingHTTPServer):
+    daemon_threads, request_queue_size, served = True, 1024, None
+
+    def handle_error(self, request, client_address) -> None:
+        """A client that goes away is no fault of ours; any other fault is one line, without what was asked."""
+        error = sys.exception()
+        if not isinstance(error, ConnectionError):
+            tqdm.write(f"serve.py: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection of a client, in a thread of its own."""
+
+    protocol_version = "HTTP/1.1"
+    timeout = 600  # seconds that a silent connection is kept
+
+    def log_message(self, *_) -> None:
+        """Nothing: a log of requests is the client's to keep."""
+
+    def do_GET(self) -> None:
+        served = self.server.served
+        model = {"id": served.name, "object": "model", "created": 0, "owned_by": "local",
+                 "max_model_len": served.context}
+        if self.path == "/v1/models":
+            self.send({"object": "list", "data": [model]})
+        elif self.path == f"/v1/models/{served.name}":
+            self.send(model)
+        else:
+            self.refuse(Refused(f"there is no {self.path[:80]} here: see /v1/models", 404))
+
+    def do_POST(self) -> None:
+        served = self.server.served
+        try:
+            body = self.body()
+            if self.path != "/v1/chat/completions":
+                raise Refused(f"there is no {self.path[:80]} here: it is /v1/chat/completions", 404)
+            request = asked(body, served.name)
+            answer = self.wait(asyncio.run_coroutine_threadsafe(served.complete(request), served.loop))
+        except Refused as refused:
+            return self.refuse(refused)
+        except (RuntimeError, FloatingPointError, ValueError) as error:  # of the sampler
+            return self.refuse(Refused(f"{type(error).__name__}: {str(error)[:300]}", 500))
+        if request.stream:
+            self.stream(answer, request.with_usage)
+        else:
+            self.send(answer)
+
+    def body(self) -> bytes:
+        length = self.headers.get("content-length", "")
+        if not length.isdecimal() or int(length) > LARGEST:
+            self.close_connection = True
+            raise Refused(f"a request needs a content-length of at most {LARGEST}", 413 if length.isdecimal() else 411)
+        return self.rfile.read(int(length))
+
+    def wait(self, future: concurrent.futures.Future) -> dict:
+        """The answer; a client that has gone is not sampled for any longer."""
+        while not concurrent.futures.wait([future], timeout=0.5).done:
+            if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
+                future.cancel()
+                raise ConnectionResetError
+        return future.result()
+
+    def refuse(self, refused: Refused) -> None:
+        kind = "invalid_request_error" if refused.status < 500 else "server_error"
+        self.send({"error": {"message": str(refused), "type": kind, "param": refused.param, "code": refused.code}},
+                  refused.status)
+
+    def send(self, answer: dict, status: int = 200) -> None:
+        self.write(json.dumps(answer).encode(), "application/json", status)
+
+    def stream(self, answer: dict, with_usage: bool) -> None:
+        """Server-sent events: a piece with the whole message of each choice, one with its end, and [DONE]."""
+        head = answer | {"object": "chat.completion.chunk", "choices": []}
+        usage = head.pop("usage")
+        pieces = []
+        for choice in answer["choices"]:
+            calls = [call | {"index": i} for i, call in enumerate(choice["message"].get("tool_calls", ()))]
+            delta = choice["message"] | ({"tool_calls": calls} if calls else {})
+            pieces += [head | {"choices": [{"index": choice["index"], "delta": delta, "finish_reason": None}]},
+                       head | {"choices": [{"index": choice["index"], "delta": {},
+                                            "finish_reason": choice["finish_reason"]}]}]
+        pieces += [head | {"usage": usage}] * with_usage
+        self.write("".join(f"data: {json.dumps(piece)}\n\n" for piece in pieces).encode() + b"data: [DONE]\n\n",
+                   "text/event-stream", 200)
+
+    def write(self, body: bytes, kind: str, status: int) -> None:
+        self.send_response(status)
+        self.send_header("content-type", kind)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+# -------------------------------------------------------------------------------------------------------- command line
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="serve.py", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a run's model/ (or sft/), or a Hugging Face folder or id")
+    parser.add_argument("--port", type=int, default=8000, help="on 127.0.0.1; 0 takes a free one [%(default)s]")
+    parser.add_argument("--name", default="", help="what requests call the model [that of its run or folder]")
+    parser.add_argument("--temperature", type=float, help="of requests that name none; 0 takes the likeliest token "
+                        "[as trained, else 1]")
+    parser.add_argument("--max-tokens", type=int, help="of requests that name none [as trained, else 1024]")
+    parser.add_argument("--max-context", type=int, help="tokens, prompt and answer [as trained, else 32768]")
+    parser.add_argument("--kv-gib", type=float, help="size of the cache, GiB [as trained, else 16]")
+    parser.add_argument("--thinking", action="store_true", help="let the model think before it speaks")
+    options = parser.parse_args()
+    least = {"temperature": 0, "max_tokens": 1, "max_context": 2, "kv_gib": 1e-3, "port": 0}
+    for name, low in least.items():
+        most = 2 if name == "temperature" else 65535 if name == "port" else 2**31
+        if (value := getattr(options, name)) is not None and not low <= value <= most:
+            parser.error(f"--{name.replace('_', '-')} must be from {low:g} to {most}, is {value}")
+    return options
+
+
+def main() -> int:
+    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
+    options, over = parse(), threading.Event()
+    for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(each) != signal.SIG_IGN:  # which nohup asks for
+            signal.signal(each, lambda *_: over.set())
+    try:
+        server = Server(**vars(options))
+    except (PolicyError, UsageError) as error:
+        print(f"serve.py: {error}", file=sys.stderr)
+        return 2
+    with server:
+        print(f"{server.name} at {server.url}: temperature {server.sampler.temperature:g}, at most {server.max_tokens} "
+              f"tokens a message, context {server.context}    (Ctrl-C or kill ends it)", flush=True)
+        with tqdm(unit=" requests", bar_format="{n_fmt} requests in {elapsed}{postfix}") as bar:
+            while not over.wait(0.5):
+                bar.n = len(server.seconds)
+                bar.set_postfix_str(f"{server.in_flight} under way, {server.tokens:,} tokens sampled", refresh=False)
+                bar.update(0)
+    told = server.latency()
+    print(f"{told['requests']} requests, at most {told['peak']} at once"
+          + (f"; median {told['median']:.2f} s, 95 % within {told['p95']:.2f} s" if told["requests"] else ""))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
