@@ -70,11 +70,10 @@ NOISE = {f"noise {share}": (f"noise-{share}", FACA) for share in (10, 30, 50)}
 # -------------------------------------------------------------------------------------------------------- the jobs
 
 
-def sft(setting: str, variation: str = "plain", env: str = "mini:telecom", steps: int = 200, more: tuple = ()) -> Job:
+def sft(setting: str, variation: str = "plain", env: str = "mini:telecom", steps: int = 200) -> Job:
     """A line of metrics for each step, and one for the evaluation after the last."""
     return Job(f"runs/{setting}/sft", ("tests/variations.py", variation, "--method", "sft", "--env", env, "--out",
-                                       f"DIR/runs/{setting}/sft", "--sft-steps", str(steps), *more), steps / 5,
-               steps + 1)
+                                       f"DIR/runs/{setting}/sft", "--sft-steps", str(steps)), steps / 5, steps + 1)
 
 
 def rl(setting: str, arm: str, variation: str, options: list[str], seed: int, env: str = "mini:telecom",
@@ -116,8 +115,10 @@ def plan() -> list[Job]:
 
 
 def quick_plan() -> list[Job]:
-    """SFT sees each dialogue once."""
-    return [sft("telecom", steps=128, more=("--sft-dialogues", "2")),
+    """SFT, which all wait for, has both cores."""
+    first = sft("telecom")
+    return [replace(first, command=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+                                    *first.command)),
             *(rl("telecom", arm, "plain", [*options, "--lr", "6e-4"], 0, steps=QUICK, every=QUICK // 2)
               for arm, options in (("FACA", FACA), ("GRPO", GRPO)))]
 
