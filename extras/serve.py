@@ -152,12 +152,12 @@ class Server:
 
 
 def name_of(model: str) -> str:
-    """What a model is called where no name is given: a run's model by the run, another folder by its own name."""
+    """What a model is called where no name is given: RUN/model by its run, RUN/sft as RUN-sft, else by its folder."""
     path = Path(model)
     if not path.is_dir():
         return model
     path = path.resolve()
-    return path.parent.name if path.name in ("model", "sft") else path.name
+    return {"model": path.parent.name, "sft": f"{path.parent.name}-sft"}.get(path.name, path.name)
 
 
 class Http(ThreadingHTTPServer):

@@ -79,10 +79,11 @@ class Runs:
     def at(self, setting: str, arm: str, seeds: Iterable[int] = FIVE, step: int = STEPS) -> list[float]:
         return [100 * run["curve"][str(step)] for run in self.of(setting, arm, seeds).values()]
 
-    def gains(self, setting: str, arm: str, seeds: Iterable[int] = FIVE, upto: int = STEPS) -> list[float]:
-        """Of the curve's mean over Interactive GRPO's, for the seeds that both have."""
-        both = self.of(setting, arm, seeds).keys() & self.of(setting, "GRPO", seeds).keys()
-        ours, theirs = (self.means(setting, name, both, upto) for name in (arm, "GRPO"))
+    def gains(self, setting: str, arm: str, seeds: Iterable[int] = FIVE, upto: int = STEPS,
+              over: str = "GRPO") -> list[float]:
+        """Of the curve's mean over Interactive GRPO's, or another arm's, for the seeds that both have."""
+        both = self.of(setting, arm, seeds).keys() & self.of(setting, over, seeds).keys()
+        ours, theirs = (self.means(setting, name, both, upto) for name in (arm, over))
         return [a - b for a, b in zip(ours, theirs, strict=True)]
 
     def gaps(self, setting: str, seeds: Iterable[int] = FIVE, step: int = STEPS) -> list[float]:
@@ -161,6 +162,7 @@ def outcome(runs: Runs) -> str:
                          str(TABLE_2[f"8B {name}"][column])])
         ours, theirs = (runs.ends(setting, arm) for arm in ("FACA", "GRPO"))
         gains = {f"mean 10-{last}": runs.gains(setting, "FACA", upto=last),
+                 f"at step {last}": runs.gaps(setting, step=last),
                  "at the end": [ours[seed] - theirs[seed] for seed in ours if seed in theirs]}
         lines += ["", grid(rows), "", *(
             f"FACA - Interactive GRPO, {what}: {spread(each, 1, '+')}, p {p_of(each) or NONE}  "
@@ -190,7 +192,10 @@ def controls(runs: Runs) -> str:
                      *papers[0], *papers[1]])
     return "\n".join([
         "Table 4. Credit put out of place, lost, and reversed; seeds 0-2; gains are over outcome only. Update: L2 norm",
-        f"of what a step changed in the weights, mean over {STEPS} steps", "", grid(rows)])
+        f"of what a step changed in the weights, mean over {STEPS} steps", "", grid(rows), "",
+        *(f"FACA less {arm}: {spread(less, 1, '+')}, p {p_of(less) or NONE}  "
+          f"(seeds: {', '.join(f'{gain:+.1f}' for gain in less)})"
+          for arm in ("shifted", "randomized") for less in [runs.gains("telecom", "FACA", THREE, over=arm)])])
 
 
 def observability(runs: Runs) -> str:
@@ -314,8 +319,9 @@ def digest(results: dict) -> str:
 
 
 CAPTION = ("Above: mean over seeds, in a band from the lowest seed to the highest. Below: an arm's gain over "
-           f"Interactive GRPO in the mean over steps 10-{STEPS},\nmatched by seed: a dot for each seed, a bar for "
-           "their mean. The last three panels have one scale.")
+           f"Interactive GRPO in the mean over steps 10-{STEPS},\nmatched by seed: a dot for each (their number in "
+           "brackets), a bar for their mean; crosses are gains of the paper's last checkpoints.\nEach panel above has "
+           "a scale of its own; below, the last three share one.")
 
 
 def figure(results: dict, path: Path) -> None:
@@ -336,14 +342,16 @@ def figure(results: dict, path: Path) -> None:
             draw_curves(ax, runs, setting)
             ax.set_title(title)
         axes[0][0].set_ylabel("held-out pass@1, %")
-        draw_gains(axes[1][0], "Table 4: where the credit is put", [
+        draw_gains(axes[1][0], "Table 4: credit put elsewhere (log beyond 5)", [
             (words, COLOURS["FACA"], runs.gains("telecom", arm, THREE)) for arm, words in (
                 ("FACA", "lambda\n0.5"), ("lambda 0.1", "lambda\n0.1"), ("shifted", "shifted"),
                 ("randomized", "random-\nized"), ("lambda -0.5", "lambda\n-0.5"))],
             [TABLE_4[name][1] - TABLE_4["8B outcome only"][1] for arm, name in TABLE_4_OF.items() if arm != "GRPO"])
+        axes[1][0].set_yscale("symlog", linthresh=5, linscale=1.5)  # reversed credit would flatten the rest
+        axes[1][0].set_yticks(ticks := (-30, -10, -5, -2, 0, 2, 5, 10, 20), map(str, ticks))
         draw_gains(axes[1][1], "by setting", [
             (name, COLOURS["FACA"], runs.gains(name, "FACA")) for name in ("telecom", "retail", "vague", "extremes")])
-        draw_gains(axes[1][2], "extremes: outcome credit of other sizes", [
+        draw_gains(axes[1][2], "extremes: FACA, and outcome credit rescaled", [
             (words, COLOURS["FACA" if arm == "FACA" else "GRPO"], runs.gains("extremes", arm, THREE))
             for arm, words in (("FACA", "FACA"), ("scaled", "GRPO, scaled\nto FACA"),
                                ("dropped", "GRPO, constant\ndropped"))])
@@ -387,7 +395,7 @@ def draw_gains(ax, title: str, gains: list[tuple[str, str, list[float]]], papers
                 label="paper, tau2 Telecom")
         ax.legend(loc="lower left")
     ax.axhline(0, color=INK, linewidth=0.8)
-    ax.set_xticks(range(len(gains)), [name for name, _, _ in gains], fontsize=8)
+    ax.set_xticks(range(len(gains)), [f"{name}\n({len(each)})" for name, _, each in gains], fontsize=8)
     ax.set_xlim(-0.6, len(gains) - 0.4)
     ax.set_title(title)
     ax.grid(axis="y", color="#dddddd", linewidth=0.6)

@@ -333,7 +333,7 @@ def test_a_model_is_called_by_its_run_or_folder(tmp_path):
     for name in ("faca-0/model", "faca-0/sft", "qwen"):
         (tmp_path / name).mkdir(parents=True)
     names = [name_of(str(tmp_path / name)) for name in ("faca-0/model", "faca-0/sft", "qwen")]
-    assert [*names, name_of("Qwen/Qwen3-8B")] == ["faca-0", "faca-0", "qwen", "Qwen/Qwen3-8B"]
+    assert [*names, name_of("Qwen/Qwen3-8B")] == ["faca-0", "faca-0-sft", "qwen", "Qwen/Qwen3-8B"]
 
 
 def test_a_port_in_use_is_one_line(server):
