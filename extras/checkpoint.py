@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_state
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from rollout import Chat
+from rollout import Caps, Chat
 
 transformers.utils.logging.disable_progress_bar()  # its bars for a weight file would stand between ours
 
@@ -48,7 +48,7 @@ def note_of(model: str) -> dict:
         return {}
     try:
         note = json.loads(path.read_text())
-        if set(note) == {"preset", "caps", "temperature", "trained_on"}:
+        if set(note) == {"preset", "caps", "temperature", "trained_on"} and Caps(**note["caps"]):
             return note
     except (OSError, ValueError, TypeError):
         pass

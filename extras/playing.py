@@ -21,7 +21,7 @@ import torch.distributed as dist
 from env import Task, load_tasks, make_env
 from eval import STREAM, longest_prompt, show
 from extras.agent import AgentEndpoint
-from extras.checkpoint import load_policy, note_of
+from extras.checkpoint import load_policy, note_of, preset_of
 from extras.endpoint import endpoint_of
 from extras.ranks import all_gather, on_first, start_processes
 from extras.replay import digest, reason_of
@@ -149,7 +149,7 @@ def load_sampler(name: str, given: dict, kv_gib: float | None = None, temperatur
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     tokenizer, model = load_policy(name, 0, torch.device(device), dtype)
     chat, caps = Chat(tokenizer, thinking), Caps(**note.get("caps", {}) | given)
-    kv_gib = kv_gib or Config.__dataclass_fields__["kv_gib"].metadata[note.get("preset", "paper")]
+    kv_gib = kv_gib or Config.__dataclass_fields__["kv_gib"].metadata[preset_of(name)]
     kv_tokens = int(kv_gib * 2**30) // kv_bytes_per_token(model.config, dtype)
     if kv_tokens < caps.context + 512:
         raise ResultsError(f"--kv-gib {kv_gib} holds {kv_tokens} tokens of {name}, too few for dialogues of "

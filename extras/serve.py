@@ -18,6 +18,7 @@ that the client sees what was said. With "stream" the answer comes in one piece.
 import argparse
 import asyncio
 import concurrent.futures
+import contextlib
 import json
 import math
 import select
@@ -26,6 +27,7 @@ import socket
 import sys
 import threading
 import time
+import urllib.parse
 import uuid
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,12 +37,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from tqdm import tqdm  # noqa: E402  after the path
 
 from extras.checkpoint import PolicyError  # noqa: E402
-from extras.completions import Asked, Memory, Refused, asked, messages_of, prompt_of  # noqa: E402
+from extras.completions import Asked, Prompts, Refused, asked, messages_of  # noqa: E402
 from extras.playing import load_sampler  # noqa: E402
 from extras.ranks import Lasting, UsageError  # noqa: E402
 from rollout import THINK, Call, read, stream_seed  # noqa: E402
 
 LARGEST = 2**26  # bytes of a request
+LOCAL = ("localhost", "127.0.0.1", "::1")
 PIECE = 32       # tokens sampled between two looks for a stop string; the same tokens as in one go
 
 
@@ -58,19 +61,20 @@ class Server:
     def __init__(self, model: str, port: int = 0, name: str = "", temperature: float | None = None,
                  max_tokens: int | None = None, max_context: int | None = None, kv_gib: float | None = None,
                  thinking: bool = False):
+        try:  # before minutes go into loading
+            self.http = Http(("127.0.0.1", port), Handler, bind_and_activate=False)
+            self.http.server_bind()
+        except (OSError, OverflowError) as error:
+            self.http.server_close()
+            raise UsageError(f"port {port} can't be used ({getattr(error, 'strerror', None) or error}); name another "
+                             "with --port") from None
         given = {"message_tokens": max_tokens, "context": max_context}
         given = {key: value for key, value in given.items() if value is not None}
         self.sampler, self.chat, caps, _ = load_sampler(model, given, kv_gib, temperature, thinking)
-        self.context = min(caps.context, self.sampler.model.config.max_position_embeddings)
-        self.max_tokens, self.memory, self.name = caps.message_tokens, Memory(), name or name_of(model)
-        self.seconds: list[float] = []
+        self.prompts = Prompts(self.chat, min(caps.context, self.sampler.model.config.max_position_embeddings))
+        self.max_tokens, self.name = caps.message_tokens, name or name_of(model)
+        self.seconds: list[float] = []  # of each request that was answered
         self.in_flight = self.peak = self.tokens = 0
-        self.ended = lambda: None  # hears of each answer
-        try:
-            self.http = Http(("127.0.0.1", port), Handler)
-        except (OSError, OverflowError) as error:
-            raise UsageError(f"port {port} can't be used ({getattr(error, 'strerror', None) or error}); name another "
-                             "with --port") from None
         self.http.served = self
         self.url = f"http://127.0.0.1:{self.http.server_address[1]}/v1"
         self.loop = asyncio.new_event_loop()
@@ -78,16 +82,25 @@ class Server:
                         for act in (self.loop.run_forever, self.http.serve_forever)]
 
     def __enter__(self):
+        self.http.server_activate()
         for thread in self.threads:
             thread.start()
         return self
 
     def __exit__(self, *_):
+        """Whoever waits for an answer is told that there will be none."""
         self.http.shutdown()
-        self.http.server_close()
+        asyncio.run_coroutine_threadsafe(self.give_up(), self.loop).result()
+        self.http.hang_up()
         self.loop.call_soon_threadsafe(self.loop.stop)
         for thread in self.threads:
             thread.join()
+
+    async def give_up(self) -> None:
+        under_way = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in under_way:
+            task.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
 
     def latency(self) -> dict[str, float]:
         """Of the requests answered so far: their number, median and 95th percentile in seconds, most at once."""
@@ -96,14 +109,9 @@ class Server:
             name: each[math.ceil(share * len(each)) - 1] if each else math.nan
             for name, share in (("median", 0.5), ("p95", 0.95))}
 
-    async def complete(self, request: Asked) -> dict:
-        """OpenAI's object for a request's completions. Raises Refused."""
-        ids = prompt_of(request.messages, request.tools, self.chat, self.memory)
-        room = self.context - len(ids)
-        if room < 1:
-            raise Refused(f"the prompt has {len(ids)} tokens: this model's maximum context length is {self.context}",
-                          param="messages", code="context_length_exceeded")
-        most = min(request.max_tokens or self.max_tokens, room)
+    async def complete(self, request: Asked, ids: list[int]) -> dict:
+        """OpenAI's object for a request's completions, from the ids of its prompt."""
+        most = min(request.max_tokens or self.max_tokens, self.prompts.context - len(ids))
         began = time.perf_counter()
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
@@ -114,15 +122,14 @@ class Server:
         self.seconds.append(time.perf_counter() - began)
         sampled = sum(tokens for _, tokens in found)
         self.tokens += sampled
-        self.ended()
         return {"id": f"chatcmpl-{uuid.uuid4().hex}", "object": "chat.completion", "created": int(time.time()),
                 "model": self.name, "choices": [choice | {"index": i} for i, (choice, _) in enumerate(found)],
                 "usage": {"prompt_tokens": len(ids), "completion_tokens": sampled, "total_tokens": len(ids) + sampled}}
 
     async def choice(self, request: Asked, ids: list[int], most: int, i: int) -> tuple[dict, int]:
         """One completion: OpenAI's choice without its index, and how many tokens were sampled."""
-        seed, tokens, reason, visible = stream_seed(request.seed, i), [], "length", ""
-        while len(tokens) < most and reason == "length":
+        seed, tokens, reason, places = stream_seed(request.seed, i), [], "length", []
+        while len(tokens) < most and reason == "length" and not places:
             piece = min(PIECE, most - len(tokens)) if request.stop else most
             sample = await self.sampler.sample(ids + tokens, piece, seed, request.temperature)
             tokens += sample.tokens
@@ -130,25 +137,28 @@ class Server:
             text = self.chat.inside + self.chat.tokenizer.decode(tokens, skip_special_tokens=True,
                                                                  clean_up_tokenization_spaces=False)
             visible = THINK.sub("", text).rpartition("</think>")[2]
-            if places := [visible.find(stop) for stop in request.stop if stop in visible]:
-                return {"message": {"role": "assistant", "content": visible[:min(places)].strip()}, "logprobs": None,
-                        "finish_reason": "stop"}, len(tokens)
-        message = self.message(visible, bool(request.tools))
-        self.memory.put(ids, messages_of([message])[0], tokens)  # as it will come back
+            looked = visible if reason == "stop" else visible.rstrip("\ufffd")  # half a letter is none yet
+            places = [looked.find(stop) for stop in request.stop if stop in looked]
+        message = self.message(visible[:min(places)] if places else visible, bool(request.tools))
         if thoughts := text[:len(text) - len(visible)] if text.endswith(visible) else "":
             message["reasoning_content"] = thoughts.replace("<think>", "").replace("</think>", "").strip()
+        if not places:  # a text that was cut has no ids of its own
+            back = messages_of([{"role": "user", "content": ""}, message])[1]  # as it will come back
+            self.prompts.memory.put(ids, back, tokens)
+        reason = "stop" if places else reason
         reason = "tool_calls" if message.get("tool_calls") and reason == "stop" else reason
         return {"message": message, "logprobs": None, "finish_reason": reason}, len(tokens)
 
     def message(self, visible: str, with_tools: bool) -> dict:
-        """What a client gets: the calls apart where there are tools and all calls are well formed."""
+        """What a client gets: the calls apart, where there are tools and all calls are what a client can read."""
         said = read(visible)
-        if not with_tools or not said.calls or not all(isinstance(call, Call) for call in said.calls):
+        calls = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
+                  "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
+                 for call in said.calls if isinstance(call, Call) and isinstance(call.arguments, dict)]
+        finite = not any(name in call["function"]["arguments"] for call in calls for name in ("NaN", "Infinity"))
+        if not with_tools or not calls or len(calls) < len(said.calls) or not finite:
             return {"role": "assistant", "content": visible.strip()}
-        return {"role": "assistant", "content": said.text or None, "tool_calls": [
-            {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
-             "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}}
-            for call in said.calls]}
+        return {"role": "assistant", "content": said.text or None, "tool_calls": calls}
 
 
 def name_of(model: str) -> str:
@@ -163,6 +173,17 @@ def name_of(model: str) -> str:
 class Http(ThreadingHTTPServer):
     daemon_threads, request_queue_size, served = True, 1024, None
 
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.connections: set[socket.socket] = set()
+
+    def hang_up(self) -> None:
+        """Reads no more of any client; an answer that is being written goes out."""
+        self.server_close()
+        for connection in list(self.connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RD)
+
     def handle_error(self, request, client_address) -> None:
         """A client that goes away is no fault of ours; any other fault is one line, without what was asked."""
         error = sys.exception()
@@ -174,32 +195,55 @@ class Handler(BaseHTTPRequestHandler):
     """One connection of a client, in a thread of its own."""
 
     protocol_version = "HTTP/1.1"
-    timeout = 600  # seconds that a silent connection is kept
+    timeout = 600                   # seconds that a silent connection is kept
+    wbufsize = -1                   # head and body in one packet: a second one would wait for the first's receipt
+    disable_nagle_algorithm = True
+
+    def setup(self) -> None:
+        super().setup()
+        self.server.connections.add(self.connection)
+
+    def finish(self) -> None:
+        self.server.connections.discard(self.connection)
+        super().finish()
 
     def log_message(self, *_) -> None:
         """Nothing: a log of requests is the client's to keep."""
 
+    def send_error(self, code, message=None, explain=None) -> None:
+        """What http.server itself refuses, as JSON."""
+        self.close_connection = True
+        self.refuse(Refused(str(message or self.responses.get(code, ("",))[0])[:200], int(code)))
+
     def do_GET(self) -> None:
         served = self.server.served
         model = {"id": served.name, "object": "model", "created": 0, "owned_by": "local",
-                 "max_model_len": served.context}
-        if self.path == "/v1/models":
-            self.send({"object": "list", "data": [model]})
-        elif self.path == f"/v1/models/{served.name}":
-            self.send(model)
-        else:
-            self.refuse(Refused(f"there is no {self.path[:80]} here: see /v1/models", 404))
+                 "max_model_len": served.prompts.context}
+        try:
+            path = self.place(bodies=False)
+            if path == "/v1/models":
+                self.send({"object": "list", "data": [model]})
+            elif path == f"/v1/models/{served.name}":
+                self.send(model)
+            else:
+                raise Refused(f"there is no {path[:80]} here: see /v1/models", 404)
+        except Refused as refused:
+            self.refuse(refused)
 
     def do_POST(self) -> None:
         served = self.server.served
         try:
-            body = self.body()
-            if self.path != "/v1/chat/completions":
-                raise Refused(f"there is no {self.path[:80]} here: it is /v1/chat/completions", 404)
+            path, body = self.place(), self.body()
+            if path != "/v1/chat/completions":
+                raise Refused(f"there is no {path[:80]} here: it is /v1/chat/completions", 404)
             request = asked(body, served.name)
-            answer = self.wait(asyncio.run_coroutine_threadsafe(served.complete(request), served.loop))
+            ids = served.prompts.of(request.messages, request.tools)
+            answer = self.wait(asyncio.run_coroutine_threadsafe(served.complete(request, ids), served.loop))
         except Refused as refused:
             return self.refuse(refused)
+        except concurrent.futures.CancelledError:
+            self.close_connection = True
+            return self.refuse(Refused("the server is being stopped", 503))
         except (RuntimeError, FloatingPointError, ValueError) as error:  # of the sampler
             return self.refuse(Refused(f"{type(error).__name__}: {str(error)[:300]}", 500))
         if request.stream:
@@ -207,20 +251,38 @@ class Handler(BaseHTTPRequestHandler):
         else:
             self.send(answer)
 
-    def body(self) -> bytes:
-        length = self.headers.get("content-length", "")
-        if not length.isdecimal() or int(length) > LARGEST:
+    def place(self, bodies: bool = True) -> str:
+        """The path. Refuses what a page of another site may have sent through a browser, and bodies out of place."""
+        for name in ("origin", "host"):
+            given = self.headers.get(name) or "localhost"
+            if urllib.parse.urlsplit(given if "//" in given else f"//{given}").hostname not in LOCAL:
+                self.close_connection = True
+                raise Refused(f"{name} {given[:80]} is not of this machine", 403)
+        if not bodies and (self.headers.get("content-length", "0") != "0" or self.headers.get("transfer-encoding")):
             self.close_connection = True
-            raise Refused(f"a request needs a content-length of at most {LARGEST}", 413 if length.isdecimal() else 411)
-        return self.rfile.read(int(length))
+            raise Refused("a GET has no body", 400)
+        return urllib.parse.unquote(urllib.parse.urlsplit(self.path).path).rstrip("/")
+
+    def body(self) -> bytes:
+        lengths = self.headers.get_all("content-length", [])
+        length = int(lengths[0]) if len(lengths) == 1 and lengths[0].isdecimal() and len(lengths[0]) < 12 else None
+        if length is None or length > LARGEST:
+            self.close_connection = True
+            raise Refused(f"a request needs one content-length, of at most {LARGEST} (and no chunks)",
+                          413 if lengths else 411)
+        return self.rfile.read(length)
 
     def wait(self, future: concurrent.futures.Future) -> dict:
         """The answer; a client that has gone is not sampled for any longer."""
-        while not concurrent.futures.wait([future], timeout=0.5).done:
-            if select.select([self.connection], [], [], 0)[0] and not self.connection.recv(1, socket.MSG_PEEK):
-                future.cancel()
-                raise ConnectionResetError
-        return future.result()
+        looked = select.poll()
+        looked.register(self.connection, select.POLLIN)
+        try:
+            while not concurrent.futures.wait([future], timeout=0.5).done:
+                if looked.poll(0) and not self.connection.recv(1, socket.MSG_PEEK):
+                    raise ConnectionResetError
+            return future.result()
+        finally:
+            future.cancel()  # nothing where it is done
 
     def refuse(self, refused: Refused) -> None:
         kind = "invalid_request_error" if refused.status < 500 else "server_error"
@@ -282,7 +344,7 @@ def main() -> int:
     options, over = parse(), threading.Event()
     for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(each) != signal.SIG_IGN:  # which nohup asks for
-            signal.signal(each, lambda *_: over.set())
+            signal.signal(each, lambda number, _: (over.set(), signal.signal(number, signal.SIG_DFL)))
     try:
         server = Server(**vars(options))
     except (PolicyError, UsageError) as error:
@@ -290,7 +352,7 @@ def main() -> int:
         return 2
     with server:
         print(f"{server.name} at {server.url}: temperature {server.sampler.temperature:g}, at most {server.max_tokens} "
-              f"tokens a message, context {server.context}    (Ctrl-C or kill ends it)", flush=True)
+              f"tokens a message, context {server.prompts.context}    (Ctrl-C or kill ends it)", flush=True)
         with tqdm(unit=" requests", bar_format="{n_fmt} requests in {elapsed}{postfix}") as bar:
             while not over.wait(0.5):
                 bar.n = len(server.seconds)
