@@ -48,8 +48,8 @@ if __name__ == "__main__":
 from extras.checkpoint import PolicyError, find_policy, note_of
 from extras.cogym_agent import same_endpoint
 from extras.cogym_session import (AGENT, TASKS, USER, WAIT_SECONDS, Session, all_figures, environment, judge_endpoint,
-                                  on_loopback, result_of, user_model)
-from extras.endpoint import Endpoint, EndpointError, extra_for
+                                  result_of, user_model)
+from extras.endpoint import Endpoint, EndpointError, extra_for, on_loopback
 from extras.playing import made, occupy, training_of
 from extras.ranks import Lasting, UsageError
 from extras.results import Log, Result, Results, load_results, read_run, started
@@ -65,7 +65,7 @@ DATABASE = ("flights/clean_Flights_2022.csv", "accommodations/clean_accommodatio
 
 # ------------------------------------------------------------------------------------------- what must be installed
 
-INSTALL = ("python3.11 -m venv cogym-env && cogym-env/bin/pip install uv && cogym-env/bin/uv pip install "
+INSTALL = ("pip install uv && uv venv --python 3.11 cogym-env && uv pip install "
            "--compile-bytecode --python cogym-env/bin/python co-gym==0.1.5 litellm==1.59.3 knowledge-storm==1.1.0 "
            "torch==2.13.0 numpy==1.26.4 'pyarrow<19' 'datasets<3' transformers==4.46.3 sentence-transformers==3.3.1 "
            "'huggingface-hub<0.30'")

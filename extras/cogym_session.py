@@ -18,9 +18,9 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from extras.cogym_agent import OPENAI
+from extras.endpoint import on_loopback
 from extras.playing import now
 from extras.ranks import end_with_parent
 from extras.results import Result, Results
@@ -64,11 +64,6 @@ TASKS = {
 
 def judge_endpoint() -> str:
     return os.environ.get("OPENAI_BASE_URL") or OPENAI
-
-
-def on_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    return host in ("localhost", "::1", "0.0.0.0") or host.startswith("127.")
 
 
 def user_model() -> str:

@@ -83,7 +83,7 @@ class Endpoint:
         if not isinstance(self.extra, dict) or {"model", "messages", "tools"} & set(self.extra):
             raise EndpointError(f"{self.flags[2]} must be one JSON object, without what is ours, is '{extra}'")
         key = os.environ.get(self.key, "")
-        if not key and where.hostname not in ("localhost", "127.0.0.1", "::1"):
+        if not key and not on_loopback(url):
             raise EndpointError(f"the environment variable {self.key} is not set: it holds the key for {where.hostname}"
                                 " (any word where the endpoint wants none)")
         if not re.fullmatch(r"[!-~]*", key):
@@ -199,6 +199,15 @@ class Endpoint:
             raise SimulatorError(str(fault)) from None
         finally:
             self.retries = RETRIES
+
+
+def on_loopback(url: str) -> bool:
+    """Whether a url, or a HOST:PORT, is of this machine."""
+    try:
+        host = urlsplit(url if "//" in url else f"//{url}").hostname or ""
+    except ValueError:
+        return False
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 def extra_for(model: str) -> str:

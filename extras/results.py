@@ -213,7 +213,7 @@ def differences(a: dict, b: dict) -> list[tuple[str, object, object]]:
         if isinstance(one, dict) and name != "tasks":  # of caps and the like, what differs alone
             keys = [key for key in one | other if one.get(key) != other.get(key)]
             one, other = ({key: part.get(key, "none") for key in keys} for part in (one, other))
-        if name != "tasks" and one != other:
+        if name != "tasks" and one != other and not (one != one and other != other):  # not known on both sides
             found.append((name, told(one), told(other)))
     only = [i for i in a["tasks"] if i not in b["tasks"]], [i for i in b["tasks"] if i not in a["tasks"]]
     changed = [i for i in a["tasks"] if i in b["tasks"] and a["tasks"][i]["digest"] != b["tasks"][i]["digest"]]

@@ -38,12 +38,12 @@ from tqdm import tqdm  # noqa: E402  after the path
 
 from extras.checkpoint import PolicyError  # noqa: E402
 from extras.completions import Asked, Prompts, Refused, asked, messages_of  # noqa: E402
+from extras.endpoint import on_loopback  # noqa: E402
 from extras.playing import load_sampler  # noqa: E402
 from extras.ranks import Lasting, UsageError  # noqa: E402
 from rollout import THINK, Call, read, stream_seed  # noqa: E402
 
 LARGEST = 2**26  # bytes of a request
-LOCAL = ("localhost", "127.0.0.1", "::1")
 PIECE = 32       # tokens sampled between two looks for a stop string; the same tokens as in one go
 
 
@@ -255,7 +255,7 @@ class Handler(BaseHTTPRequestHandler):
         """The path. Refuses what a page of another site may have sent through a browser, and bodies out of place."""
         for name in ("origin", "host"):
             given = self.headers.get(name) or "localhost"
-            if urllib.parse.urlsplit(given if "//" in given else f"//{given}").hostname not in LOCAL:
+            if not on_loopback(given):
                 self.close_connection = True
                 raise Refused(f"{name} {given[:80]} is not of this machine", 403)
         if not bodies and (self.headers.get("content-length", "0") != "0" or self.headers.get("transfer-encoding")):
