@@ -81,6 +81,11 @@ class Server:
         self.threads = [threading.Thread(target=act, daemon=True)
                         for act in (self.loop.run_forever, self.http.serve_forever)]
 
+    @property
+    def context(self) -> int:
+        """Tokens, prompt and answer."""
+        return self.prompts.context
+
     def __enter__(self):
         self.http.server_activate()
         for thread in self.threads:
@@ -111,7 +116,7 @@ class Server:
 
     async def complete(self, request: Asked, ids: list[int]) -> dict:
         """OpenAI's object for a request's completions, from the ids of its prompt."""
-        most = min(request.max_tokens or self.max_tokens, self.prompts.context - len(ids))
+        most = min(request.max_tokens or self.max_tokens, self.context - len(ids))
         began = time.perf_counter()
         self.in_flight += 1
         self.peak = max(self.peak, self.in_flight)
@@ -218,7 +223,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         served = self.server.served
         model = {"id": served.name, "object": "model", "created": 0, "owned_by": "local",
-                 "max_model_len": served.prompts.context}
+                 "max_model_len": served.context}
         try:
             path = self.place(bodies=False)
             if path == "/v1/models":
@@ -352,7 +357,7 @@ def main() -> int:
         return 2
     with server:
         print(f"{server.name} at {server.url}: temperature {server.sampler.temperature:g}, at most {server.max_tokens} "
-              f"tokens a message, context {server.prompts.context}    (Ctrl-C or kill ends it)", flush=True)
+              f"tokens a message, context {server.context}    (Ctrl-C or kill ends it)", flush=True)
         with tqdm(unit=" requests", bar_format="{n_fmt} requests in {elapsed}{postfix}") as bar:
             while not over.wait(0.5):
                 bar.n = len(server.seconds)
