@@ -157,13 +157,21 @@ class Server:
     def message(self, visible: str, with_tools: bool) -> dict:
         """What a client gets: the calls apart, where there are tools and all calls are what a client can read."""
         said = read(visible)
-        calls = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function",
-                  "function": {"name": call.name, "arguments": json.dumps(call.arguments)}}
-                 for call in said.calls if isinstance(call, Call) and isinstance(call.arguments, dict)]
-        finite = not any(name in call["function"]["arguments"] for call in calls for name in ("NaN", "Infinity"))
-        if not with_tools or not calls or len(calls) < len(said.calls) or not finite:
+        arguments = [json_of(call) for call in said.calls]
+        if not with_tools or not arguments or None in arguments:
             return {"role": "assistant", "content": visible.strip()}
-        return {"role": "assistant", "content": said.text or None, "tool_calls": calls}
+        return {"role": "assistant", "content": said.text or None, "tool_calls": [
+            {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": {"name": call.name,
+                                                                                     "arguments": text}}
+            for call, text in zip(said.calls, arguments, strict=True)]}
+
+
+def json_of(call: Call | str) -> str | None:
+    """A call's arguments; None where it is malformed, or they are no JSON object (Python's reader takes NaN, too)."""
+    if isinstance(call, Call) and isinstance(call.arguments, dict):
+        with contextlib.suppress(ValueError):
+            return json.dumps(call.arguments, allow_nan=False)
+    return None
 
 
 def name_of(model: str) -> str:

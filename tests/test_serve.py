@@ -217,6 +217,8 @@ def test_arguments_that_no_client_can_read_stay_text(server, saying, arguments):
     saying(text)
     message = create(server, tools=[TOOL]).choices[0].message
     assert message.content == text and not message.tool_calls
+    saying(text.replace(arguments, '{"x": "NaN"}'))
+    assert create(server, tools=[TOOL]).choices[0].message.tool_calls
 
 
 def test_a_stop_string_after_a_call_leaves_the_call(server, saying):
