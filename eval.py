@@ -156,13 +156,22 @@ def parts(results: Results) -> dict[tuple[str, str], Results]:
 
 
 def show(results: Results) -> str:
-    """Everything that is said of one evaluation: its figures, why dialogues failed, labels and endings."""
+    """Everything that is said of one evaluation: its figures, why dialogues failed, labels and endings.
+
+    Of a benchmark that is driven by its own code, its own figures.
+    """
+    family = next(iter(results.run["limits"])).partition(":")[0]
+    if family == "pare":
+        from extras.pare import summary
+        return summary(results)
+    if family == "cogym":
+        from extras.cogym import report
+        return report(results)
     run, unseen = results.run, results.among(unseen=True)
     tasks, new = len(run["tasks"]), len(unseen.run["tasks"])
     users = ", ".join(sorted({r.user for r in results.records} - {""}))
-    heat = "sampled as its endpoint does" if math.isnan(run["temperature"]) else f"temperature {run['temperature']:g}"
-    lines = [f"{run['model']} with {users or 'nobody'} as user, {heat}" + ", thinking" * run["thinking"]
-             + f"; {results.folder}"]
+    lines = [f"{run['model']} with {users or 'nobody'} as user, temperature {run['temperature']:g}"
+             + ", thinking" * run["thinking"] + f"; {results.folder}"]
     scopes = {"": results} | ({" unseen": unseen} if 0 < new < tasks else {})
     for title, some in scopes.items():
         lines += ["", score_table(some, f"all {tasks} tasks" if not title else f"the {new} unseen tasks")]
@@ -243,6 +252,8 @@ def compare(a: Results, b: Results, seed: int = 0, anyway: bool = False) -> str:
     trials = max(a.run["trials"], b.run["trials"])
     lines += ["", "95 %: of A - B for this pair of models, from 10,000 samples of whole tasks; McNemar p: exact over "
               "pairs" + f", too small where tasks have {trials} trials, which are not independent" * (trials > 1)]
+    if "(loopback)" in a.run["simulator"]:
+        lines.append("the user was on this machine: a trial of the plumbing, and no score")
     missing = [sum(r.void for r in results.records) for results in (a, b)]
     lines += [f"missing: A {missing[0]}, B {missing[1]}; they count as not solved"] * any(missing)
     for domain in sorted(set(CELLS) & set(a.run["limits"])):

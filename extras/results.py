@@ -83,7 +83,8 @@ def read_run(folder: Path) -> dict:
         hint = ("a run folder of train.py: evaluate its model with `python eval.py run --model "
                 f"{folder / 'model'} --out DIR`, and name DIR" if trained else
                 "no folder of results" if folder.is_dir() else "no folder")
-        raise ResultsError(f"{folder} is {hint}" + ("" if "DIR" in hint else "; those are what `eval.py run` makes"))
+        makers = "; those are what `eval.py run`, extras/pare.py and extras/cogym.py make"
+        raise ResultsError(f"{folder} is {hint}" + ("" if "DIR" in hint else makers))
     try:
         run = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:

@@ -71,7 +71,11 @@ class Server:
         given = {"message_tokens": max_tokens, "context": max_context}
         given = {key: value for key, value in given.items() if value is not None}
         self.sampler, self.chat, caps, _ = load_sampler(model, given, kv_gib, temperature, thinking)
-        self.prompts = Prompts(self.chat, min(caps.context, self.sampler.model.config.max_position_embeddings))
+        positions = self.sampler.model.config.max_position_embeddings
+        if max_context and max_context > positions:
+            self.http.server_close()
+            raise UsageError(f"--max-context {max_context} is more than the {positions} positions of {model}")
+        self.prompts = Prompts(self.chat, min(caps.context, positions))
         self.max_tokens, self.name = caps.message_tokens, name or name_of(model)
         self.seconds: list[float] = []  # of each request that was answered
         self.in_flight = self.peak = self.tokens = 0
@@ -366,11 +370,13 @@ def main() -> int:
     with server:
         print(f"{server.name} at {server.url}: temperature {server.sampler.temperature:g}, at most {server.max_tokens} "
               f"tokens a message, context {server.context}    (Ctrl-C or kill ends it)", flush=True)
-        with tqdm(unit=" requests", bar_format="{n_fmt} requests in {elapsed}{postfix}") as bar:
+        told = ""
+        with tqdm(bar_format="{desc}", disable=None) as bar:  # where it is seen, and when there is news
             while not over.wait(0.5):
-                bar.n = len(server.seconds)
-                bar.set_postfix_str(f"{server.in_flight} under way, {server.tokens:,} tokens sampled", refresh=False)
-                bar.update(0)
+                news = (f"{len(server.seconds)} requests answered, {server.in_flight} under way, {server.tokens:,} "
+                        "tokens sampled")
+                if news != told:
+                    bar.set_description_str(told := news)
     told = server.latency()
     print(f"{told['requests']} requests, at most {told['peak']} at once"
           + (f"; median {told['median']:.2f} s, 95 % within {told['p95']:.2f} s" if told["requests"] else ""))

@@ -427,7 +427,8 @@ def command(*arguments):
 
 def test_a_mistake_is_one_line_and_exit_code_2():
     for arguments, words in ((("--model", "./nowhere"), "no model"), (("--model", "tiny", "--temperature", "3"),
-                                                                     "--temperature must be")):
+                                                                     "--temperature must be"),
+                             (("--model", "tiny", "--max-context", "5000"), "more than the 4096 positions")):
         found = command(*arguments)
         _, told = found.communicate(timeout=120)
         assert found.returncode == 2 and words in told and "Traceback" not in told
