@@ -40,6 +40,8 @@ class SaveError(OSError):
 
 # --------------------------------------------------------------------------------------------------------------- found
 
+WHOLE, SLICES, SLICE = 2**26, 64, 2**16  # bytes of a file that files_digest() reads whole; of a larger one: so many
+
 
 def note_of(model: str) -> dict:
     """faca.json of a checkpoint of ours (preset, caps, temperature, training tasks' ids); {} for any other model."""
@@ -80,6 +82,31 @@ def find_policy(name: str) -> str:
         raise PolicyError(f"no model '{name}': neither tiny, nor a Hugging Face folder, nor an id that the hub gives "
                           f"({str(error).splitlines()[0][:120]})") from None
     return hub_id
+
+
+def files_digest(folder: str | Path) -> str:
+    """A digest of a Hugging Face folder: weights, tokenizer, template and configuration; "" for what is no folder.
+
+    Each file with its name and size; a large one by its header and SLICES of its bytes, evenly spaced, so that it takes
+    a moment and not minutes (chosen): training changes nearly every weight.
+    """
+    folder, told = Path(folder), hashlib.blake2b(digest_size=8)
+    if not folder.is_dir():
+        return ""
+    names = ("*.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template*", "config.json", "faca.json")
+    for path in sorted({path for name in names for path in folder.glob(name) if path.is_file()}):
+        size = path.stat().st_size
+        told.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            if size <= WHOLE:
+                told.update(file.read())
+                continue
+            header = int.from_bytes(file.read(8), "little")  # its bytes, as safetensors has them
+            told.update(file.read(min(header, WHOLE)))
+            for i in range(SLICES):
+                file.seek(i * (size - SLICE) // (SLICES - 1))
+                told.update(file.read(SLICE))
+    return told.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------------ tokenizer, template

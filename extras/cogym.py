@@ -20,14 +20,15 @@ after --session-seconds (chosen: where an environment has died, the others wait 
     DIR/run.json, results.jsonl     as of `eval.py run`: the reward is 1 where something was delivered, else 0
     DIR/sessions/TASK-I/try-N/      what the session itself has left: log.txt, agent.json, results/env_.../...
 
-The same command goes on in DIR. What is missing there stays so, for sessions that are played until they deliver would
-raise DR; --again plays them once more, and the figures say how many were.
+The same command goes on in DIR, where a delivery that a kill has left without its line is taken up. What is missing
+there stays so, for sessions that are played until they deliver would raise DR; --again plays them once more, and the
+figures say how many were. Not kept, and played once more by the same command, are those that an outage has ended
+(chosen): none of the agent's requests had an answer, which stops the run; no result, and in its log an error of the
+user's or judge's endpoint; three in a row without a result, which stop the run, too.
 """
 
 import argparse
 import contextlib
-import csv
-import hashlib
 import json
 import math
 import os
@@ -45,10 +46,12 @@ from tqdm import tqdm
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from extras.checkpoint import PolicyError, find_policy, note_of
+from extras.checkpoint import PolicyError, files_digest, find_policy, note_of
 from extras.cogym_agent import same_endpoint
-from extras.cogym_session import (AGENT, TASKS, USER, WAIT_SECONDS, Session, all_figures, environment, judge_endpoint,
-                                  result_of, user_model)
+from extras.cogym_data import TASKS, USER, check_data, content
+from extras.cogym_session import (AGENT, WAIT_SECONDS, Session, Settled, all_figures, earlier, environment,
+                                  judge_endpoint, kill, mark_of, read_performance, result_of, tries_of, unanswered,
+                                  user_model)
 from extras.endpoint import Endpoint, EndpointError, extra_for, on_loopback
 from extras.playing import made, occupy, training_of
 from extras.ranks import Lasting, UsageError
@@ -58,20 +61,15 @@ from extras.tables import grid
 from simulator import SimulatorError
 
 IMAGE = "cogym-jupyter-cpu-image"  # that tabular_analysis runs code in
-IN_A_ROW = 3                       # sessions that end by themselves without a result, and stop the run (chosen)
-DATABASE = ("flights/clean_Flights_2022.csv", "accommodations/clean_accommodations_2022.csv",
-            "restaurants/clean_restaurant_2022.csv", "googleDistanceMatrix/distance.csv", "attractions/attractions.csv",
-            "background/citySet_with_states.txt")
+PACKAGES = "co-gym", "collaborative-gym", "dspy-ai"  # one of the first two; the third makes the user's prompts
 
 # ------------------------------------------------------------------------------------------- what must be installed
 
 INSTALL = ("pip install uv && uv venv --python 3.11 cogym-env && uv pip install "
            "--compile-bytecode --python cogym-env/bin/python co-gym==0.1.5 litellm==1.59.3 knowledge-storm==1.1.0 "
-           "torch==2.13.0 numpy==1.26.4 'pyarrow<19' 'datasets<3' transformers==4.46.3 sentence-transformers==3.3.1 "
+           "numpy==1.26.4 'pyarrow<19' 'datasets<3' transformers==4.46.3 sentence-transformers==3.3.1 "
            "'huggingface-hub<0.30'")
-CLONE = "git clone https://github.com/SALT-NLP/collaborative-gym"
 REDIS = "apt-get install redis-server && redis-server --daemonize yes, or docker run -d -p 127.0.0.1:6379:6379 redis"
-TRAVEL = "https://drive.google.com/file/d/1pF1Sw6pBmq2sFkJvm-LzJOqrmfWoQgxE"
 
 
 class Theirs(Endpoint):
@@ -92,21 +90,6 @@ class Agents(Theirs):
         super().__init__(*arguments)
         self.trial = self.trial[0], {n: value for n, value in self.trial[1].items() if n not in self.extra}
         self.extra = {n: value for n, value in self.extra.items() if value is not None}  # null leaves ours out
-
-
-def check_data(tasks: list[str], folder: Path) -> None:
-    """Raises UsageError, one line, for what the checkout lacks."""
-    for name in tasks:
-        for part in TASKS[name].data.values():
-            if part.endswith("database"):
-                lacking = [file for file in DATABASE if not (folder / part / file).is_file()]
-                if lacking:
-                    raise UsageError(f"travel_planning needs TravelPlanner's database, and {folder / part} has no "
-                                     f"{lacking[0]}: download {TRAVEL} and unzip it as that folder, or leave the task "
-                                     "out of --tasks")
-            elif not (folder / part).exists():
-                raise UsageError(f"--bench-data {folder} is no checkout of Co-Gym, it has no {part}: {CLONE}, and name "
-                                 "that folder")
 
 
 def check_python(options: argparse.Namespace) -> dict:
@@ -131,13 +114,12 @@ def check_python(options: argparse.Namespace) -> dict:
         raise UsageError(f"tabular_analysis needs Docker with the image {IMAGE} ({found['docker']}): cd "
                          f"{options.bench_data}/docker && docker build -f Dockerfile_cpu -t {IMAGE} . (or leave the "
                          "task out of --tasks)")
-    return {name: found[name] for name in ("co-gym", "collaborative-gym", "dspy-ai") if name in found} | {
+    return {name: found[name] for name in PACKAGES if name in found} | {
         "co-gym's python": found["python"]}
 
 
 def check(options: argparse.Namespace) -> dict:
     """All that can be known to be missing before anything starts; Co-Gym's versions. Raises UsageError, one line."""
-    check_data(options.tasks, Path(options.bench_data))
     for key in (key for name in options.tasks for key in TASKS[name].keys if not os.environ.get(key)):
         raise UsageError(f"the environment variable {key} is not set: related_work searches papers by Voyage and "
                          "Qdrant (see Co-Gym's documentation/indexing and secrets.example.toml), or leave it out of "
@@ -165,8 +147,9 @@ def report(results: Results, peak: int = 0) -> str:
     times = sorted(t for note in notes for t in note["latencies"])
     faults = sum((Counter(note["faults"]) for note in notes), Counter())
     seconds = [note["seconds"] for note in notes]
-    at_once = sorted({note["concurrency"] for note in notes})
-    lines = [f"Co-Gym: {run['model']}, temperature {run['temperature']:g}; {results.folder}", "", grid(rows),
+    heat = "sampled as its endpoint does" if math.isnan(run["temperature"]) else f"temperature {run['temperature']:g}"
+    faulty = [r.solved for note, r in zip(notes, results.records, strict=True) if note["faults"]]
+    lines = [f"Co-Gym: {run['model']}, {heat}; {results.folder}", "", grid(rows),
              "DR: delivered of all; TP: mean rating of the delivered; CS: mean of delivered x rating over all; macro: "
              "mean over tasks;\npooled: over all sessions; missing: left no result, and counts as not delivered", ""]
     for title, problems in (("missing", Counter(r.reason for r in results.records if r.void)),
@@ -176,10 +159,11 @@ def report(results: Results, peak: int = 0) -> str:
     lines += [f"a missing one's last words: {note['folder']}/log.txt"
               for note, r in zip(notes, results.records, strict=True) if r.void][:1]
     lines += [f"{len(results.tries)} missing sessions were played again"] * bool(results.tries)
+    lines += [f"in {len(faulty)} sessions ({sum(faulty)} delivered) some of the agent's requests had no answer"
+              ] * bool(faulty)
     lines += [f"user: {run['simulator']}", f"judge: {run['judge']}", "limits: " + ", ".join(
                   f"{name.replace('_', ' ')} {value}" for name, value in run["caps"].items()),
-              f"sessions: {statistics.median(seconds):.0f} s in the middle, {max(seconds):.0f} s at most; at once: "
-              + ", ".join(map(str, at_once)),
+              f"sessions: {statistics.median(seconds):.0f} s in the middle, {max(seconds):.0f} s at most",
               f"agent: {len(times)} requests, " + (
                   f"latency {statistics.median(times):.2f} s (median), {times[math.ceil(0.95 * len(times)) - 1]:.2f} s "
                   "(95 %), " if times else "") + f"{faults.total()} faults"
@@ -197,80 +181,91 @@ def report(results: Results, peak: int = 0) -> str:
 # -------------------------------------------------------------------------------------------------------------- play
 
 
-def content(name: str, folder: Path) -> list[str]:
-    """A digest of each session's content, as the checkout has it. Raises UsageError where it is another data set."""
-    task = TASKS[name]
-    path = folder / next(iter(task.data.values()))
-    try:
-        if name == "travel_planning":
-            csv.field_size_limit(2**31 - 1)
-            with path.open(newline="") as file:
-                found = [json.dumps(row) for row in csv.reader(file)][1:]
-        elif name == "related_work":
-            found = [json.dumps(point) for point in json.loads(path.read_text())]
-        else:  # the list is in Co-Gym's code
-            answers = (path / "answer_key_real.csv").read_text()
-            found = [f"{i} {answers}" for i in range(task.size)]
-    except (OSError, ValueError, csv.Error) as error:
-        raise UsageError(f"{path} can't be read ({type(error).__name__}): {CLONE}, and name that folder") from None
-    if len(found) != task.size:
-        raise UsageError(f"{path} has {len(found)} sessions, and {name} has {task.size}: it is another data set")
-    return [hashlib.blake2b(text.encode(), digest_size=8).hexdigest() for text in found]
-
-
-def weights_of(model: str) -> str:
-    """A digest of a folder's weights: names, sizes and the first and last 64 KiB of each file; "" for a hub's id."""
-    told = hashlib.blake2b(digest_size=8)
-    files = sorted(Path(model).glob("*.safetensors"))
-    for path in files:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            told.update(f"{path.name} {size}".encode() + file.read(2**16))
-            file.seek(max(0, size - 2**16))
-            told.update(file.read())
-    return told.hexdigest() if files else ""
-
-
 def describe(options: argparse.Namespace, versions: dict) -> dict:
-    """run.json: all that a result depends on. What an agent that does nothing would get is not known: NaN."""
+    """run.json: all that a result depends on. What an agent that does nothing would get is not known: NaN.
+
+    Another version of Co-Gym, or other files of its data, make other tasks of the same sessions.
+    """
+    packages = ", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions)
+    heat = json.loads(options.agent_extra or "{}").get("temperature", options.temperature)
     caps = {"steps": options.max_steps, "session_seconds": options.session_seconds,
-            "message_tokens": options.max_tokens, "wait_seconds": WAIT_SECONDS}
+            "message_tokens": options.max_tokens, "wait_seconds": WAIT_SECONDS, "concurrency": options.concurrency}
     digests = {name: content(name, Path(options.bench_data)) for name in options.tasks}
     return {
-        "model": options.model, "weights": "" if options.agent_url else weights_of(options.model),
+        "model": options.model, "weights": "" if options.agent_url else files_digest(options.model),
         "agent_url": options.agent_url, "agent_extra": options.agent_extra,
         "training": {} if options.agent_url else training_of(options.model),
         "env": ",".join(f"cogym:{name}" for name in options.tasks),
-        "tasks": {f"cogym:{name}/{i}": {"domain": f"cogym:{name}", "digest": digests[name][i], "seen": False,
-                                        "nothing": math.nan, "strata": []}
+        "tasks": {f"cogym:{name}/{i}": {"domain": f"cogym:{name}", "digest": f"{digests[name][i]}, {packages}",
+                                        "seen": False, "nothing": math.nan, "strata": []}
                   for name in options.tasks for i in range(min(options.limit or 10**9, TASKS[name].size))},
         "simulator": user_model(), "simulator_url": judge_endpoint(), "simulator_extra": "",
         "judge": "; ".join(f"{name}: {TASKS[name].judge}" for name in options.tasks), "caps": caps,
-        "limits": {f"cogym:{name}": caps for name in options.tasks}, "temperature": options.temperature,
+        "limits": {f"cogym:{name}": caps for name in options.tasks},
+        "temperature": math.nan if heat is None else float(heat),
         "thinking": False, "trials": 1, "seed": 0, "void_retries": 0, "seen_known": False, "made": made() | versions}
 
 
-def claim(folder: Path, run: dict) -> Results:
-    """What is in the folder already, once it is this run's. Raises ResultsError where it is another's."""
+def held_to(folder: Path, run: dict) -> bool:
+    """Whether the folder's run is begun already; if not, it is now. Raises UsageError where it is another's."""
     if (folder / "run.json").is_file():
         before = read_run(folder)
         for name in ("simulator_url", *([] if run["weights"] else ["model"])):  # free to change elsewhere
             if before[name] != run[name]:
                 raise UsageError(f"--out {folder} was begun with other options: {name} is {before[name]} there, "
                                  f"{run[name]} here")
-    begun = started(folder, run)
-    Log(folder).cut() if begun else (folder / "results.jsonl").touch()
+    return started(folder, run)
+
+
+def through(options: argparse.Namespace, folder: Path) -> Results | None:
+    """What is in the folder, where nothing is left to be played, and nothing has to be asked or loaded."""
+    if not (folder / "run.json").is_file() or not (folder / "results.jsonl").is_file():
+        return None
+    results = load_results(folder)
+    if len(results.records) < results.expected or options.again and any(r.void for r in results.records):
+        return None
+    held_to(folder, describe(options, results.run["made"]))
+    return results
+
+
+def claim(folder: Path, run: dict, options: argparse.Namespace) -> Results:
+    """What is in the folder already, once it is this run's. Raises UsageError where it is another's.
+
+    Of a start that was killed its processes are ended, and what it has delivered without a line is taken up.
+    """
+    begun = held_to(folder, run)
+    log = Log(folder)
+    log.cut()
+    results = load_results(folder)
+    there = {r.group: r for r in results.records}
+    tries = {i: tries_of(*place(task), folder) for i, task in enumerate(results.run["tasks"])}
+    kill(*(mark_of(path) for paths in tries.values() for path in paths))
+    for i, task in enumerate(results.run["tasks"]):
+        before, last = there.get(i), tries[i][-1:]
+        if not last or before and (not before.void or (folder / before.private[0]["folder"]) == last[0]):
+            continue
+        session = earlier(*place(task), i, last[0], options)
+        session.end()
+        result = result_of(session)
+        if not result.void and not unanswered(result):
+            log.append(result)
     results = load_results(folder)
     print(f"going on in {folder}: {len(results.records)} of {results.expected} sessions are there" if begun else
           f"results: {folder}")
     return results
 
 
-def new_session(place: int, task: str, folder: Path, options: argparse.Namespace) -> Session:
+def place(task: str) -> tuple[str, int]:
+    """The name of a session's task, and its number there."""
     name, _, index = task.removeprefix("cogym:").partition("/")
-    tries = folder / "sessions" / f"{name}-{int(index):03d}"
-    last = max((int(path.name[4:]) for path in tries.glob("try-*") if path.name[4:].isdigit()), default=0)
-    return Session(name, int(index), place, tries / f"try-{last + 1}", options)
+    return name, int(index)
+
+
+def new_session(group: int, task: str, folder: Path, options: argparse.Namespace) -> Session:
+    tries = tries_of(*place(task), folder)
+    last = int(tries[-1].name[4:]) if tries else 0
+    name, index = place(task)
+    return Session(name, index, group, folder / "sessions" / f"{name}-{index:03d}" / f"try-{last + 1}", options)
 
 
 def status(under_way: list[Session], results: list[Result]) -> str:
@@ -280,24 +275,10 @@ def status(under_way: list[Session], results: list[Result]) -> str:
     return f"{rate}{sum(r.void for r in results)} missing, waiting for {waited or 'nothing'}"
 
 
-def settle(session: Session, log: Log, fresh: list[Result]) -> str:
-    """Ends a session and keeps its result, in the log and among those of this start; why the run can't go on, or ""."""
-    session.end()
-    result = result_of(session)
-    note = result.private[0]
-    if not result.solved and note["requests"] and sum(note["faults"].values()) == note["requests"]:
-        return (f"the agent's endpoint has answered none of {note['requests']} requests in {session.folder} "
-                f"({', '.join(note['faults'])})")  # none of the agent's doing: it is not kept, and played again
-    log.append(result)
-    fresh.append(result)
-    if len(fresh) >= IN_A_ROW and all(r.void and "no result within" not in r.reason for r in fresh[-IN_A_ROW:]):
-        return f"{IN_A_ROW} sessions in a row left no result, the last: {result.reason}; see {session.folder}/log.txt"
-    return ""
-
-
 @contextlib.contextmanager
-def ending(under_way: list[Session]):
-    """The signals that have come, to be looked at; whatever happens, the sessions under way end with it."""
+def ending(under_way: list[Session], settled: Settled):
+    """The signals that have come, to be looked at; whatever happens, the sessions under way end with it. One that has
+    its result, and was left a moment for its last words, is kept."""
     told, handlers = [], {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     for number, handler in handlers.items():
         if number != signal.SIGHUP or handler != signal.SIG_IGN:  # which nohup asks for
@@ -311,6 +292,10 @@ def ending(under_way: list[Session]):
             session.process.terminate()  # all at once, then one after the other to its end
         for session in under_way:
             session.end()
+        for session in under_way:
+            if read_performance(session.folder)[0]:
+                settled.take(session)
+        settled.go_on()
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
@@ -319,21 +304,22 @@ def play(options: argparse.Namespace, folder: Path, before: Results, url: str, m
     """Plays what is not there yet; why it has stopped early (a signal's name, or a line), "" if it has not."""
     there = {r.group: r for r in before.records if not (options.again and r.void)}
     todo = [(i, task) for i, task in enumerate(before.run["tasks"]) if i not in there]
-    log, fresh, under_way, why = Log(folder), [], [], ""
-    with progress(range(len(there), before.expected), "sessions") as bar, ending(under_way) as told:
-        while (todo or under_way) and not told and not why:
+    settled, under_way = Settled(Log(folder)), []
+    with progress(range(len(there), before.expected), "sessions") as bar, ending(under_way, settled) as told:
+        while (todo or under_way) and not told and not settled.why:
             while todo and len(under_way) < options.concurrency:
                 session = new_session(*todo.pop(0), folder, options)
                 session.start(url, model)
                 under_way.append(session)
             for session in [session for session in under_way if session.over()]:
-                why = settle(session, log, fresh) or why
+                session.end()
                 under_way.remove(session)
-            bar.n = len(there) + len(fresh)
-            bar.set_postfix_str(status(under_way, [*there.values(), *fresh]), refresh=False)
+                settled.take(session)
+            bar.n = len(there) + len(settled.kept) + len(settled.row)
+            bar.set_postfix_str(status(under_way, [*there.values(), *settled.kept, *settled.row]), refresh=False)
             bar.update(0)
             time.sleep(0.2)
-    return signal.Signals(told[0]).name if told else why
+    return signal.Signals(told[0]).name if told else settled.why
 
 
 # ------------------------------------------------------------------------------------------------------ command line
@@ -382,6 +368,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.kv_gib and options.agent_url:
         fail("--kv-gib is of a model that is served here, and not of --agent-url")
     options.agent_extra = options.agent_extra or (extra_for(options.model) if options.agent_url else "")
+    try:
+        heat = Agents(options.model, options.agent_url, options.agent_extra).extra.get("temperature", 0) if (
+            options.agent_url) else 0
+    except EndpointError as error:
+        fail(str(error))
+    if not isinstance(heat, int | float) or isinstance(heat, bool) or not 0 <= heat < 2**31:
+        fail(f"--agent-extra has temperature {json.dumps(heat)}, which must be a number of at least 0, or null")
     return options
 
 
@@ -406,9 +399,13 @@ def run(options: argparse.Namespace) -> int:
     folder = Path(options.out)
     if options.temperature is None:
         options.temperature = 1.0 if options.agent_url else note_of(options.model).get("temperature", 1.0)
+    check_data(options.tasks, Path(options.bench_data))
+    if results := through(options, folder):
+        print(report(results))
+        return 0
     described = describe(options, check(options))
     held = occupy(folder)
-    before, peak, why = claim(folder, described), 0, ""
+    before, peak, why = claim(folder, described, options), 0, ""
     if options.again or len(before.records) < before.expected:
         with served(options) as (url, model, server):
             why = play(options, folder, before, url, model)
@@ -417,6 +414,7 @@ def run(options: argparse.Namespace) -> int:
     held.close()
     if why or len(results.records) < results.expected:
         told = why.startswith("SIG")
+        why = why or "user or judge failed in the others, which are not kept"
         print(f"cogym.py: {'stopped' if told else why}; {len(results.records)} of {results.expected} sessions are in "
               f"{folder}, and the same command goes on from there", file=sys.stderr)
         return 128 + signal.Signals[why] if told else 1

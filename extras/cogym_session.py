@@ -9,57 +9,37 @@ import contextlib
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
 import statistics
 import subprocess
+import sys
 import time
 import uuid
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 
+from tqdm import tqdm
+
 from extras.cogym_agent import OPENAI
-from extras.endpoint import on_loopback
+from extras.cogym_data import TASKS, USER
+from extras.endpoint import on_loopback, without_keys
 from extras.playing import now
 from extras.ranks import end_with_parent
-from extras.results import Result, Results
+from extras.results import Log, Result, Results
 from rollout import Stop
 
 AGENT = Path(__file__).resolve().parent / "cogym_agent.py"
-USER = "gpt-4o-2024-08-06"           # written into Co-Gym's simulated user
 MARK = "FACA_COGYM_SESSION"          # in the environment of all processes of a session
+LATE, FAILED = "no result within", "user or judge failed"  # reasons of missing sessions, or how they begin
+OPENAI_ERRORS = re.compile(  # the agent's own are counted in its tally, and stand in no log
+    rb"(?<!redis\.exceptions\.)\b(API(Connection|Timeout|Status|ResponseValidation)?|Authentication|PermissionDenied|"
+    rb"RateLimit|InternalServer|ServiceUnavailable|BadRequest|NotFound|Conflict|UnprocessableEntity)Error\b")
+IN_A_ROW = 3                         # sessions that end by themselves without a result, and stop the run (chosen)
 WAIT_SECONDS, GRACE_SECONDS = 1, 30  # before an action goes out, as in Co-Gym's experiments; after a result (chosen)
-
-
-@dataclass(frozen=True)
-class Task:
-    """One of Co-Gym's three: how its environment is named and told, and which models it asks."""
-
-    env: str
-    size: int
-    index: str                # the option of its environment that takes a session's number
-    data: dict[str, str]      # its options that hold paths, and those within the checkout
-    judge: str
-    models: tuple[str, ...]   # all that it asks, beside the user's
-    keys: tuple[str, ...] = ()
-
-
-TASKS = {
-    "travel_planning": Task(
-        "travel_planning", 102, "travel_planner_data_point_idx",
-        {"travel_planner_data_path": "datasets/TravelPlanner/validation_with_hidden_profile.csv",
-         "travel_planner_database_dir": "datasets/TravelPlanner/database"},
-        f"{USER} reads the plan, rules rate it", ()),
-    "related_work": Task(
-        "lit_survey", 100, "simulated_data_point_idx",
-        {"simulated_data_path": "datasets/RelatedWorkWriting/test.json",
-         "rubric_path": "datasets/RelatedWorkWriting/rubric.txt"}, "gpt-4-0613", ("gpt-4-0613", "gpt-4o-mini"),
-        ("VOYAGE_API_KEY", "QDRANT_ENDPOINT", "QDRANT_API_KEY", "QDRANT_COLLECTION")),
-    "tabular_analysis": Task(
-        "tabular_analysis", 110, "discovery_bench_data_point_idx",
-        {"discovery_bench_root_dir": "datasets/discoverybench/real/test"}, USER, ()),
-}
 
 
 def judge_endpoint() -> str:
@@ -76,22 +56,36 @@ def user_model() -> str:
 def environment(options: argparse.Namespace, mark: str) -> dict[str, str]:
     """Of Co-Gym's processes: as if its environment were activated, and nothing of ours on its path."""
     folder = Path(options.bench_python).absolute().parent
+    direct = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
+    direct = ",".join(filter(None, [direct, "localhost", "127.0.0.1"]))
     kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     return {"LITELLM_LOCAL_MODEL_COST_MAP": "True"} | kept | {
         "OPENAI_API_KEY": os.environ.get("OPENAI_API_KEY") or "none",  # its user asks for one
         "OPENAI_BASE_URL": judge_endpoint(), "OPENAI_API_BASE": judge_endpoint(),  # the second is litellm's
         "VIRTUAL_ENV": str(folder.parent), "PATH": f"{folder}{os.pathsep}{os.environ.get('PATH', '')}",
-        "PYTHONUNBUFFERED": "1", MARK: mark}
+        "PYTHONUNBUFFERED": "1", "NO_PROXY": direct, "no_proxy": direct, MARK: mark}
 
 
-def marked(mark: str) -> dict[int, bytes]:
-    """The living processes of a session (pid -> command line), whoever has started them; Linux alone knows."""
-    found, wanted = {}, f"{MARK}={mark}".encode()
+def marked(*marks: str) -> dict[int, bytes]:
+    """The living processes of sessions (pid -> command line), whoever has started them; Linux alone knows."""
+    found, wanted = {}, {f"{MARK}={mark}".encode() for mark in marks}
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another's
-            if wanted in (folder / "environ").read_bytes().split(b"\0"):
+            if wanted & set((folder / "environ").read_bytes().split(b"\0")):
                 found[int(folder.name)] = (folder / "cmdline").read_bytes()
     return found
+
+
+def kill(*marks: str) -> None:
+    """Ends all processes of these sessions, whoever has started them."""
+    for _ in range(100):
+        left = marked(*marks)
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        if not left:
+            break
+        time.sleep(0.1)
 
 
 @dataclass
@@ -110,6 +104,7 @@ class Session:
     world: bool = False      # whether its environment's process has been seen
     looked: float = 0.0      # when, last
     why: str = ""            # it was ended without a result
+    process: subprocess.Popen | None = None  # none of an earlier start's
 
     def start(self, url: str, model: str) -> None:
         """Writes what Co-Gym's Runner is told, and starts it."""
@@ -147,7 +142,7 @@ class Session:
         if self.process.poll() is not None:
             self.why = f"Co-Gym's runner has ended with code {self.process.returncode}"
         elif seconds > self.options.session_seconds:
-            self.why = f"no result within {self.options.session_seconds} s"
+            self.why = f"{LATE} {self.options.session_seconds} s"
         elif time.monotonic() - self.looked > 1:
             self.looked = time.monotonic()
             there = any(b"start-env-node" in command for command in marked(self.mark).values())
@@ -157,32 +152,41 @@ class Session:
         return bool(self.why)
 
     def end(self) -> None:
-        """Ends all its processes, and what it has in Docker; takes the keys out of its log."""
-        for _ in range(100):  # the runner asks its processes to end, and waits for them
+        """Ends all its processes, and what it has in Docker; takes the keys out of its files."""
+        for _ in range(100 if self.process else 0):  # the runner asks its processes to end, and waits for them
             if self.process.poll() is not None or self.process.terminate():
                 break
             time.sleep(0.1)
-        for _ in range(100):
-            left = marked(self.mark)
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            if not left:
-                break
-            time.sleep(0.1)
-        self.process.kill()
-        self.process.wait()
+        kill(self.mark)
+        if self.process:
+            self.process.kill()
+            self.process.wait()
         for volume in (self.folder / "tmp").glob("*") if shutil.which("docker") else ():
             listed = subprocess.run(["docker", "ps", "-q", "--filter", f"volume={volume}"], capture_output=True,
                                     text=True)
             if listed.stdout.split():
                 subprocess.run(["docker", "rm", "-f", *listed.stdout.split()], capture_output=True)
-        text = log = (self.folder / "log.txt").read_bytes()
-        for name, value in os.environ.items():
-            if name.endswith("_API_KEY") and len(value) >= 8:
-                text = text.replace(value.encode(), b"[key]")
-        if text != log:
-            (self.folder / "log.txt").write_bytes(text)
+        without_keys(self.folder)
+
+
+def tries_of(name: str, index: int, folder: Path) -> list[Path]:
+    """The folders of a session's tries, the last one last."""
+    found = (folder / "sessions" / f"{name}-{index:03d}").glob("try-*")
+    return sorted((path for path in found if path.name[4:].isdigit()), key=lambda path: int(path.name[4:]))
+
+
+def mark_of(path: Path) -> str:
+    """The mark of a try, as its session.json has it; one that no process has where that is damaged."""
+    return str((read_json(path / "session.json")[0] or {}).get("session")).rpartition("_")[2]
+
+
+def earlier(name: str, index: int, group: int, path: Path, options: argparse.Namespace) -> Session:
+    """A session of a start that was killed, as far as its files tell of it."""
+    times = [file.stat().st_mtime for part in ("session.json", "results/env_*/task_performance.json")
+             for file in path.glob(part)] or [path.stat().st_mtime]
+    return Session(name, index, group, path.absolute(), options, mark_of(path),
+                   datetime.fromtimestamp(times[0]).isoformat(timespec="milliseconds"),
+                   time.monotonic() - max(0.0, times[-1] - times[0]))
 
 
 # ------------------------------------------------------------------------------------- what a session has left behind
@@ -208,6 +212,8 @@ def read_performance(folder: Path) -> tuple[dict | None, str]:
     done, rating = found.get("task_completion"), found.get("performance_rating")
     if done not in (0, 1):
         return None, "task_performance.json is damaged"
+    if done == 1 and found.get("commonsense_evaluation") == found.get("preference_evaluation") == {}:
+        return {"delivered": True, "rating": 0.0}, "the plan was not read"  # its reader gave nothing to be rated
     fits = isinstance(rating, int | float) and not isinstance(rating, bool) and 0 <= rating <= 1
     return ({"delivered": done == 1, "rating": float(rating) if fits else None},
             f"rating {json.dumps(rating)[:40]} is no number in [0, 1]" if done == 1 and not fits else "")
@@ -254,6 +260,9 @@ def result_of(session: Session) -> Result:
     deaf = "agent" if not agent["started"] else "user" if user and user[0] and user[0].get("persona") is None else ""
     if performance and deaf:  # Redis keeps no message for a process that comes later
         performance, problem = None, f"the {deaf} has missed the session's start"
+    why = problem if "damaged" in problem or not session.why else session.why
+    if not performance and user_failed(session.folder):
+        why = FAILED
     delivered = bool(performance and performance["delivered"])
     messages, segments, failed = read_transcript(session.folder)
     return Result(
@@ -263,11 +272,65 @@ def result_of(session: Session) -> Result:
         messages=messages, private=[
             {"turn": 0, "rating": performance["rating"] if delivered else None, "problem": problem,
              "folder": str(session.folder.relative_to(Path(session.options.out).absolute())),
-             "seconds": round(time.monotonic() - session.since, 1), "concurrency": session.options.concurrency}
-            | agent],
+             "seconds": round(time.monotonic() - session.since, 1)} | agent],
         began=session.began, ended=now(), user=user_model(),
-        reason="" if delivered else "nothing delivered" if performance else
-        problem if "damaged" in problem or not session.why else session.why)
+        reason="" if delivered else "nothing delivered" if performance else why)
+
+
+def user_failed(folder: Path) -> bool:
+    """Whether an endpoint's error stands in a session's log; its user and judge write theirs there."""
+    with contextlib.suppress(OSError):
+        return bool(OPENAI_ERRORS.search((folder / "log.txt").read_bytes()))
+    return False
+
+
+def unanswered(result: Result) -> str:
+    """Says that none of a session's requests had an answer; "" where one had, or there was none."""
+    note = result.private[0]
+    if not note["requests"] or sum(note["faults"].values()) < note["requests"]:
+        return ""
+    return (f"the agent's endpoint has answered none of {note['requests']} requests in {note['folder']} "
+            f"({', '.join(note['faults'])})")
+
+
+class Settled:
+    """The results of this start, `kept` in the log; `why`: the run can't go on, or "".
+
+    What has left no result waits in `row` for what comes after it: IN_A_ROW of them are not kept.
+    """
+
+    def __init__(self, log: Log):
+        self.log, self.kept, self.row, self.late, self.why = log, [], [], [], ""
+
+    def take(self, session: Session) -> None:
+        """Keeps the result of a session that has ended, if it is one."""
+        result = result_of(session)
+        late = result.reason.startswith(LATE)
+        self.late.append(late)
+        if self.late == [True] * IN_A_ROW:
+            tqdm.write(f"WARNING: the first {IN_A_ROW} sessions left {result.reason}: is --session-seconds too few for "
+                       "this machine? They count as not delivered; --again plays them once more", file=sys.stderr)
+        if said := unanswered(result):
+            self.why = said
+        elif result.void and not late:
+            self.row.append(result)
+            if len(self.row) == IN_A_ROW:
+                self.why = (f"{IN_A_ROW} sessions in a row left no result and are not kept, the last: {result.reason}; "
+                            f"see {session.folder}/log.txt")
+        else:
+            self.go_on()
+            self.keep(result)
+
+    def go_on(self) -> None:
+        """What waits is kept, but for what user or judge have failed in, unless the run has stopped."""
+        for result in self.row if not self.why else ():
+            if result.reason != FAILED:
+                self.keep(result)
+        self.row = []
+
+    def keep(self, result: Result) -> None:
+        self.log.append(result)
+        self.kept.append(result)
 
 
 # ---------------------------------------------------------------------------------------------------------- figures

@@ -10,6 +10,8 @@ import os
 import re
 import sys
 from collections import Counter
+from contextlib import suppress
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2  # what openai speaks HTTP with
@@ -78,7 +80,7 @@ class Endpoint:
                                 f"endpoint, as https://HOST/v1, without user name, key or query{shown}")
         try:
             self.extra = json.loads(extra or "{}", parse_constant=int)  # int("NaN") is a ValueError, too
-        except ValueError:
+        except (ValueError, RecursionError):
             self.extra = None
         if not isinstance(self.extra, dict) or {"model", "messages", "tools"} & set(self.extra):
             raise EndpointError(f"{self.flags[2]} must be one JSON object, without what is ours, is '{extra}'")
@@ -208,6 +210,21 @@ def on_loopback(url: str) -> bool:
     except ValueError:
         return False
     return host in ("localhost", "::1") or host.startswith("127.")
+
+
+def without_keys(folder: Path) -> None:
+    """Takes the keys of our environment out of all that lies in a folder: an endpoint's refusal may repeat one."""
+    keys = [value.encode() for name, value in os.environ.items()
+            if name.endswith(("_API_KEY", "_TOKEN", "_SECRET_ACCESS_KEY")) and len(value) > 7]
+    keys.sort(key=len, reverse=True)  # where one is a part of another
+    for path in folder.rglob("*") if keys else ():
+        with suppress(PermissionError):  # a container's
+            if path.is_file() and not path.is_symlink():
+                text = clean = path.read_bytes()
+                for key in keys:
+                    clean = clean.replace(key, b"[key]")
+                if clean != text:
+                    path.write_bytes(clean)
 
 
 def extra_for(model: str) -> str:

@@ -17,8 +17,9 @@ from fake_user import Answer, FakeUser
 from openai import OpenAI
 
 import eval as E
-from extras import cogym, cogym_session
+from extras import checkpoint, cogym, cogym_session
 from extras.cogym_agent import Policy, action_of, same_endpoint
+from extras.cogym_data import DATABASE
 from extras.results import load_results
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,6 +45,7 @@ tally = {{"started": act != "late", "requests": 2, "faults": {{}}, "latencies": 
 events = [("environment", "START(query)", "succeeded"), ("agent", "DANCE()", "failed (unknown)"),
           ("agent", "EDITOR_UPDATE(text=plan)", "succeeded"), ("user", "SEND_TEAMMATE_MESSAGE(message=good)",
                                                                "succeeded"), ("agent", "FINISH()", "succeeded")]
+events += [("user", os.environ["OPENAI_API_KEY"], "failed (" + os.environ.get("HF_TOKEN", "") + ")")] * (act == "leak")
 (folder / "event_log.jsonl").write_text("".join(json.dumps(dict(zip(
     ("role", "action", "action_status"), event))) + "\\n" for event in events) + '{{"role": "us')
 deaf = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
@@ -55,15 +57,22 @@ if act == "die":  # its environment does, and the others wait
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3)", "start-env-node"], start_new_session=True)
     subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True)
     sys.exit(time.sleep(100))
-if act == "crash":
+if act == "outage":
+    print("openai.AuthenticationError: Error code: 401")
+if act in ("crash", "outage"):
     sys.exit(3)
-if act == "mute":
-    tally["faults"] = {{"APIConnectionError": 2}}
+if act in ("mute", "part"):
+    tally["faults"] = {{"APIConnectionError": 2 if act == "mute" else 1}}
 Path("agent.json").write_text(json.dumps(tally))
 rating = json.loads(value if act == "rate" else "0.5")
 done = {{"task_completion": int(act != "empty"), "performance_rating": rating}}
+if act == "unread":
+    done |= {{"commonsense_evaluation": {{}}, "preference_evaluation": {{}}, "performance_rating": 0}}
 text = value if act == "broken" else json.dumps(done)
 (folder / "task_performance.json").write_text(text)
+if act == "linger":  # it has delivered, and does not end
+    subprocess.Popen([sys.executable, "-c", deaf], start_new_session=True)
+    time.sleep(100)
 '''
 CHECK = {"python": "3.11.9", "redis": "", "docker": "", "missing": [], "co-gym": "0.1.5"}
 
@@ -79,7 +88,7 @@ class Bench:
         self.python.chmod(self.python.stat().st_mode | stat.S_IXUSR)
         self.told()
         data = folder / "checkout" / "datasets"
-        for name in cogym.DATABASE:
+        for name in DATABASE:
             (data / "TravelPlanner" / "database" / name).parent.mkdir(parents=True, exist_ok=True)
             (data / "TravelPlanner" / "database" / name).touch()
         (data / "TravelPlanner" / "validation_with_hidden_profile.csv").write_text(
@@ -101,8 +110,23 @@ class Bench:
     def run(self, *more: str, out: str = "out") -> int:
         return cogym.run(cogym.parse(self.arguments(*more, out=out)))
 
+    def begun(self, *more: str, out: str = "out", until: str) -> subprocess.Popen:
+        """The script itself, once a file of that pattern is there."""
+        running = subprocess.Popen([sys.executable, ROOT / "extras" / "cogym.py", *self.arguments(*more, out=out)],
+                                   stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+                                   env=os.environ | {"OMP_NUM_THREADS": "1"})
+        end = time.monotonic() + 60
+        while time.monotonic() < end and running.poll() is None and not list((self.folder / out).glob(until)):
+            time.sleep(0.1)
+        return running
+
     def results(self, out: str = "out"):
         return load_results(self.folder / out)
+
+    def forget(self, out: str = "out") -> None:
+        """All of its lines but the first."""
+        path = self.folder / out / "results.jsonl"
+        path.write_bytes(path.read_bytes().splitlines(True)[0])
 
 
 @pytest.fixture
@@ -257,13 +281,16 @@ def test_whatever_is_missing_is_one_line_with_the_steps_before_anything_starts(b
     assert "there are: travel_planning" in refused("--tasks", "cooking")
     assert "--redis-url" in refused("--redis-url", "redis://:word@host:1/0")
     assert "--limit" in refused("--limit", "-1")
+    for extra in ('{"top_k"', "[]", '{"messages": []}', '{"temperature": "hot"}', '{"temperature": true}', "[" * 9999):
+        assert "--agent-extra" in refused("--agent-extra", extra) and not bench.theirs.requests
+    assert "--agent-url" in refused("--agent-url", "agents.example/v1") and not bench.theirs.requests
     assert "no connection" in refused("--agent-url", "http://127.0.0.1:9/v1")
     monkeypatch.setenv("OPENAI_BASE_URL", "https://judge.invalid/v1")
     monkeypatch.delenv("OPENAI_API_KEY")
     assert "OPENAI_API_KEY is not set" in refused()
     monkeypatch.setenv("OPENAI_BASE_URL", bench.theirs.url)
-    (bench.folder / "checkout" / "datasets" / "TravelPlanner" / "database" / cogym.DATABASE[3]).unlink()
-    assert cogym.DATABASE[3] in refused() and "drive.google.com" in refused()
+    (bench.folder / "checkout" / "datasets" / "TravelPlanner" / "database" / DATABASE[3]).unlink()
+    assert DATABASE[3] in refused() and "drive.google.com" in refused()
 
 
 # ---------------------------------------------------------------------------------------------------------- sessions
@@ -371,26 +398,163 @@ def test_a_dead_environment_ends_its_session_at_once(bench):
 
 
 def test_sessions_that_fail_in_a_row_stop_the_run_and_an_agent_without_answers_does(bench, capsys):
-    bench.told({str(i): "crash" for i in range(102)})
-    assert bench.run() == 1
-    assert len(bench.results().records) == 3 and "3 sessions in a row left no result" in capsys.readouterr().err
-    bench.told({"0": "rate 1", "1": "mute"})
-    assert bench.run("--limit", "2", out="other") == 0  # delivered by the user alone, it counts
-    bench.told({"0": "rate 1", "1": "mute"})
-    (bench.python.parent / "python").write_text(bench.python.read_text().replace(
-        'int(act != "empty")', 'int(act not in ("empty", "mute"))'))
-    assert bench.run("--limit", "2", out="third") == 1
+    bench.told({"0": "crash", "2": "crash", "3": "crash", "4": "crash"})
+    assert bench.run("--limit", "6") == 1
+    assert "3 sessions in a row left no result and are not kept" in capsys.readouterr().err
+    assert [(r.group, r.void) for r in bench.results().records] == [(0, True), (1, False)]  # the first is no row
+    bench.told()
+    assert bench.run("--limit", "6") == 0 and [r.void for r in bench.results().records] == [True] + [False] * 5
+    capsys.readouterr()
+    bench.told({"0": "part", "1": "mute"})
+    assert bench.run("--limit", "2", out="other") == 1  # delivered by the user alone
     assert "answered none of 2 requests" in capsys.readouterr().err
-    assert len(bench.results("third").records) == 1  # the second is played when the command goes on
+    assert len(bench.results("other").records) == 1
+    bench.told()
+    assert bench.run("--limit", "2", out="other") == 0  # the second is played once more, not taken up
+    assert "in 1 sessions (1 delivered) some of the agent's requests had no answer" in capsys.readouterr().out
+    assert len(list((bench.folder / "other").glob("sessions/*-001/try-*"))) == 2
+
+
+def test_an_outage_of_user_or_judge_is_no_result_and_is_played_again(bench, capsys):
+    bench.told({"0": "outage", "1": "unread", "2": "crash"})
+    assert bench.run("--limit", "3") == 1
+    assert "user or judge failed" in capsys.readouterr().err
+    assert [(r.group, r.reason) for r in bench.results().records] == [
+        (1, ""), (2, "Co-Gym's runner has ended with code 3")]
+    bench.told()
+    assert bench.run("--limit", "3") == 0 and bench.results().records[0].solved
+    said = capsys.readouterr().out
+    assert "rated 0: 1 the plan was not read\n" in said and "played again" not in said
+    bench.told({str(i): "outage" for i in range(4)})
+    assert bench.run("--limit", "5", out="other") == 1
+    assert "3 sessions in a row left no result" in capsys.readouterr().err and not bench.results("other").records
+
+
+@pytest.mark.parametrize("text, found", [
+    ("openai.APIConnectionError: Connection error.", True), ("litellm.RateLimitError: slow down", True),
+    ("redis.exceptions.AuthenticationError: no", False), ("ValueError: no plan", False), (None, False)])
+def test_an_endpoints_error_is_known_by_its_name(tmp_path, text, found):
+    if text is not None:
+        (tmp_path / "log.txt").write_text(f"Traceback\n{text}\n")
+    assert cogym_session.user_failed(tmp_path) == found
+
+
+def test_sessions_that_are_all_late_at_first_are_kept_with_a_warning(bench, capsys):
+    bench.told({str(i): "hang" for i in range(3)})
+    assert bench.run("--limit", "3", "--session-seconds", "1", "--concurrency", "3") == 0
+    warned = [line for line in capsys.readouterr().err.splitlines() if "WARNING" in line]
+    assert len(warned) == 1 and "no result within 1 s" in warned[0] and "--again" in warned[0]
+    assert [r.reason for r in bench.results().records] == ["no result within 1 s"] * 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_what_has_delivered_is_kept_though_the_run_ends_in_its_last_words(bench, number):
+    bench.told({"0": "linger", "1": "rate 1"})
+    run = bench.begun("--limit", "2", until="sessions/*-000/try-1/results/*/task_performance.json")
+    time.sleep(0.5)  # the process of a group of its own
+    run.send_signal(number)
+    run.communicate(timeout=60)
+    killed = number == signal.SIGKILL
+    assert (len(bench.results().records), bool(processes_of(bench.folder / "out"))) == ((0, True) if killed else
+                                                                                       (1, False))
+    assert bench.run("--limit", "2") == 0 and not processes_of(bench.folder / "out")
+    assert [(r.private[0]["rating"], r.private[0]["folder"]) for r in bench.results().records] == [
+        (0.5, "sessions/travel_planning-000/try-1"), (1, "sessions/travel_planning-001/try-1")]
+
+
+def test_a_try_that_was_killed_before_its_end_is_not_taken_up(bench):
+    bench.told({"0": "hang"})
+    run = bench.begun("--limit", "1", until="sessions/*-000/try-1/results/*")
+    time.sleep(0.5)
+    run.kill()
+    run.communicate()
+    assert processes_of(bench.folder / "out")
+    bench.told()
+    assert bench.run("--limit", "1") == 0 and not processes_of(bench.folder / "out")
+    assert bench.results().records[0].private[0]["folder"].endswith("try-2")
+
+
+# --------------------------------------------------------------------------------------- what must be alike, and keys
+
+
+def test_another_version_or_other_data_are_another_run(bench):
+    bench.run("--limit", "2")
+    bench.run("--limit", "2", out="b")
+    bench.forget()
+    bench.told(**{"dspy-ai": "9"})
+    with pytest.raises(cogym.UsageError, match="content of tasks"):
+        bench.run("--limit", "2")
+    bench.run("--limit", "2", out="c")
+    with pytest.raises(E.ResultsError, match="content of tasks"):
+        E.compare(bench.results("b"), bench.results("c"))
+    bench.told()
+    changed = bench.folder / "checkout" / "datasets" / "TravelPlanner" / "database" / DATABASE[0]
+    changed.write_text("another flight")
+    with pytest.raises(cogym.UsageError, match="content of tasks"):
+        bench.run("--limit", "2")
+    changed.write_text("")
+    with pytest.raises(cogym.UsageError, match="caps is concurrency 1 there, concurrency 2 here"):
+        bench.run("--limit", "2", "--concurrency", "2")
+    assert bench.run("--limit", "2") == 0
+
+
+def test_a_folder_of_weights_has_one_digest_wherever_it_lies(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "WHOLE", 1000)
+    monkeypatch.setattr(checkpoint, "SLICE", 10)
+    large = bytes([16]) + bytes(7) + b"a header, 16 big" + bytes(5000)
+    files = {"model.safetensors": b"weights", "large.safetensors": large, "tokenizer.json": b"{}", "config.json": b"{}",
+             "chat_template.jinja": b"x", "faca.json": b"{}", "README.md": b"not of it"}
+
+    def digest(name, **changed):
+        (tmp_path / name).mkdir()
+        for file, text in (files | changed).items():
+            (tmp_path / name / file).write_bytes(text)
+        return checkpoint.files_digest(tmp_path / name)
+
+    first = digest("a")
+    assert digest("b", **{"README.md": b"another"}) == first
+    changed = [{"model.safetensors": b"Weights"}, {"large.safetensors": large[:-1] + b"x"},
+               {"large.safetensors": large.replace(b"big", b"Big")}, {"large.safetensors": large + b"x"},
+               {"chat_template.jinja": b"y"}, {"more.safetensors": b""}]
+    assert len({first, *(digest(str(i), **change) for i, change in enumerate(changed))}) == 7
+    assert checkpoint.files_digest("tiny") == checkpoint.files_digest(tmp_path / "nowhere") == ""
+
+
+def test_the_temperature_is_what_the_endpoint_is_told(bench, capsys):
+    bench.run("--limit", "1", "--agent-extra", '{"temperature": 0.25}')
+    assert bench.results().run["temperature"] == 0.25 and "temperature 0.25;" in capsys.readouterr().out
+    for _ in range(2):
+        assert bench.run("--limit", "1", "--agent-extra", '{"temperature": null}', out="b") == 0
+    assert "sampled as its endpoint does" in capsys.readouterr().out
+    assert "sampled as its endpoint does" in E.show(bench.results("b"))
+
+
+def test_no_key_stays_in_any_file(bench, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", SECRET + "-and-more")
+    bench.told({"0": "leak"})
+    assert bench.run("--limit", "1") == 0
+    assert not [p for p in (bench.folder / "out").rglob("*") if p.is_file() and b"CANARY" in p.read_bytes()]
+    assert "failed ([key])" in json.dumps(bench.results().records[0].messages)
+
+
+def test_a_complete_folder_is_told_of_with_nothing_asked(bench, capsys):
+    assert bench.run("--limit", "2") == 0
+    asked = len(bench.theirs.requests), len(bench.agent.requests)
+    before = capsys.readouterr().out
+    bench.told(redis="ConnectionError", missing=["aact"])
+    assert bench.run("--limit", "2") == 0 and (len(bench.theirs.requests), len(bench.agent.requests)) == asked
+    assert capsys.readouterr().out == before.partition("\n")[2]  # without "results: DIR"
+
+
+def test_what_is_on_this_machine_is_asked_without_a_proxy(bench, monkeypatch):
+    monkeypatch.setenv("NO_PROXY", "here.example")
+    told = cogym_session.environment(cogym.parse(bench.arguments()), "")
+    assert told["NO_PROXY"] == told["no_proxy"] == "here.example,localhost,127.0.0.1"
 
 
 def test_a_kill_ends_all_processes_and_loses_nothing(bench):
     bench.told({"1": "hang"})
-    run = subprocess.Popen([sys.executable, ROOT / "extras" / "cogym.py", *bench.arguments("--limit", "2")],
-                           stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    until = time.monotonic() + 60
-    while time.monotonic() < until and not list((bench.folder / "out").glob("sessions/*-001/try-1/results/*")):
-        time.sleep(0.1)
+    run = bench.begun("--limit", "2", until="sessions/*-001/try-1/results/*")
     assert processes_of(bench.folder / "out")
     run.send_signal(signal.SIGTERM)
     said = run.communicate(timeout=60)[1]
