@@ -48,7 +48,7 @@ if __name__ == "__main__":
 
 from extras.checkpoint import PolicyError, files_digest, find_policy, note_of
 from extras.cogym_agent import same_endpoint
-from extras.cogym_data import TASKS, USER, check_data, content
+from extras.cogym_data import CLONE, TASKS, USER, check_data, content
 from extras.cogym_session import (AGENT, WAIT_SECONDS, Session, Settled, all_figures, earlier, environment,
                                   judge_endpoint, kill, mark_of, read_performance, result_of, tries_of, unanswered,
                                   user_model)
@@ -158,12 +158,15 @@ def report(results: Results, peak: int = 0) -> str:
         lines += [f"{title}: " + "; ".join(f"{n} {reason}" for reason, n in problems.most_common())] * bool(problems)
     lines += [f"a missing one's last words: {note['folder']}/log.txt"
               for note, r in zip(notes, results.records, strict=True) if r.void][:1]
+    unasked = sum(r.void and not note["requests"] for note, r in zip(notes, results.records, strict=True))
+    lines += [f"in {unasked} of these the agent was never asked: where they were late, their processes had not started "
+              "by then (--session-seconds, --concurrency)"] * bool(unasked)
     lines += [f"{len(results.tries)} missing sessions were played again"] * bool(results.tries)
     lines += [f"in {len(faulty)} sessions ({sum(faulty)} delivered) some of the agent's requests had no answer"
               ] * bool(faulty)
     lines += [f"user: {run['simulator']}", f"judge: {run['judge']}", "limits: " + ", ".join(
                   f"{name.replace('_', ' ')} {value}" for name, value in run["caps"].items()),
-              f"sessions: {statistics.median(seconds):.0f} s in the middle, {max(seconds):.0f} s at most",
+              f"sessions: {statistics.median(seconds):.0f} s (median), {max(seconds):.0f} s at most",
               f"agent: {len(times)} requests, " + (
                   f"latency {statistics.median(times):.2f} s (median), {times[math.ceil(0.95 * len(times)) - 1]:.2f} s "
                   "(95 %), " if times else "") + f"{faults.total()} faults"
@@ -171,8 +174,8 @@ def report(results: Results, peak: int = 0) -> str:
               + f", at most {peak} at once since this start" * bool(peak),
               "versions: " + ", ".join(f"{name} {value}" for name, value in run["made"].items() if value)]
     if on_loopback(run["simulator_url"]):
-        lines += ["", f"user and judge were at {run['simulator_url']}, on this machine: a trial of the plumbing, and "
-                  "no score"]
+        lines[:0] = [f"A TRIAL OF THE PLUMBING AND NO SCORE: user and judge were on this machine, at "
+                     f"{run['simulator_url']}", ""]
     if run["agent_url"] and same_endpoint(run["agent_url"], run["simulator_url"]):
         lines += ["", "agent, user and judge were at one endpoint: this may be a model's judgement of itself"]
     return "\n".join(lines)
@@ -328,7 +331,8 @@ def play(options: argparse.Namespace, folder: Path, before: Results, url: str, m
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="cogym.py", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.error = lambda message: fail(message)
+    parser.error = lambda message: fail(message + (
+        f"; the Python of an environment with Co-Gym: {INSTALL}; and its checkout: {CLONE}" * ("--bench-" in message)))
     parser.add_argument("--bench-python", required=True, help="the Python of Co-Gym's own environment")
     parser.add_argument("--bench-data", required=True, metavar="CHECKOUT", help="a checkout of Co-Gym's repository")
     parser.add_argument("--model", required=True, help="a run's model/, a Hugging Face folder or id, or with "

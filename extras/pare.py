@@ -21,14 +21,15 @@ own rate is over the runs with a verdict. Chosen here:
     error handling where runs follow each other, and ends no thread where they don't. So a kill loses the runs under way
     alone, and the time limit is ours. The clock of a scenario starts after the start of its process.
   - Runs in turn: each scenario once, then each once more.
-  - A run that was out of time is not tried again. One whose process ended without a row is, by the same command.
+  - A run that was out of time is not tried again. One whose process ended without a row, or whose scenario had not
+    begun by then, is, by the same command.
+  - A folder goes on with the endpoints of user and agent that it was begun with, and with the same files of a model.
 """
 
 import argparse
 import json
 import math
 import os
-import re
 import shutil
 import signal
 import statistics
@@ -39,7 +40,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -47,11 +47,12 @@ from tqdm import tqdm  # noqa: E402  after the path
 
 from eval import wilson  # noqa: E402
 from extras.agent import AgentEndpoint  # noqa: E402
-from extras.checkpoint import PolicyError, note_of  # noqa: E402
+from extras.checkpoint import PolicyError, files_digest, note_of  # noqa: E402
 from extras.endpoint import Endpoint, EndpointError, on_loopback  # noqa: E402
 from extras.playing import made, now, occupy, training_of, weights_digest  # noqa: E402
 from extras.pare_process import (  # noqa: E402
-    INSTALL, KEY, PROVIDER, Place, Running, command, end, last_error, listing, row_of, start)
+    BEGUN, INSTALL, KEY, Place, Running, check_user, clean, command, end, last_error, listing, log_of, logged,
+    row_of, same_endpoints, start)
 from extras.ranks import Lasting, UsageError  # noqa: E402
 from extras.results import Log, Result, Results, load_results, started  # noqa: E402
 from extras.run import progress  # noqa: E402
@@ -95,11 +96,12 @@ def agent_of(options: argparse.Namespace) -> Iterator[Agent]:
             "temperature": math.nan})
         return
     from extras.serve import Server
+    files = files_digest(options.model)
     with Server(options.model, temperature=options.temperature, max_tokens=options.max_tokens,
                 max_context=options.max_context, kv_gib=options.kv_gib) as server:
         most = {"max_tokens": server.max_tokens, "context": server.context}
         yield Agent(server.name, server.url, os.environ.get(KEY) or "none", {
-            "agent_url": "", "agent_extra": json.dumps(most), "weights": weights_digest(server.sampler.model),
+            "agent_url": "", "agent_extra": json.dumps(most), "weights": files or weights_digest(server.sampler.model),
             "temperature": float(server.sampler.temperature)}, server.latency)
 
 
@@ -115,7 +117,8 @@ def describe(options: argparse.Namespace, bench: dict, agent: dict) -> dict:
         "training": training_of(options.model) if local else {},
         "tasks": {i: {"domain": domain, "digest": version, "seen": i in seen, "nothing": math.nan, "strata": []}
                   for i in bench["scenarios"][:options.limit]},
-        "simulator": f"{options.user_provider}/{options.user_model}", "simulator_url": options.user_url,
+        "simulator": f"{options.user_provider}/{options.user_model}" + " (loopback)" * on_loopback(options.user_url),
+        "simulator_url": options.user_url,
         "simulator_extra": "", "judge": "", "caps": caps,
         "limits": {domain: {"turns": options.max_turns, "user_iterations": 1,
                             "observe_iterations": options.observe_iterations,
@@ -132,6 +135,7 @@ def run(options: argparse.Namespace) -> int:
     folder, fresh = Path(options.out).absolute(), not Path(options.out).exists()
     held = occupy(folder)
     try:
+        same_endpoints(options, folder)
         if told := through(options, folder):
             started(folder, describe(options, bench, told))
             print(summary(load_results(folder)))
@@ -149,16 +153,21 @@ def through(options: argparse.Namespace, folder: Path) -> dict:
     """What run.json says of the agent, where all runs are there and no model has to be loaded; else nothing."""
     if not (folder / "run.json").is_file():
         return {}
+    (folder / "results.jsonl").touch()  # a kill may have come between the two files
     results = load_results(folder)
     run = results.run | {"trials": options.runs}
-    if to_do(run, results) or run["model"] != options.model or run["agent_url"] != options.agent_url:
+    if to_do(run, results) or run["model"] != options.model:
         return {}
     told = {name: run[name] for name in ("agent_url", "agent_extra", "weights", "temperature")}
+    if options.agent_url:
+        return told
+    heat = note_of(options.model).get("temperature", 1.0) if options.temperature is None else options.temperature
+    told |= {"temperature": heat, "weights": files_digest(options.model) or run["weights"]}
     given = {"max_tokens": options.max_tokens, "context": options.max_context}
     if any(given.values()):
         given = {name: value for name, value in given.items() if value}
-        told["agent_extra"] = json.dumps(json.loads(told["agent_extra"]) | given)
-    return told | ({"temperature": options.temperature} if options.temperature is not None else {})
+        told["agent_extra"] = json.dumps(json.loads(told["agent_extra"] or "{}") | given)  # none in another's folder
+    return told
 
 
 def to_do(run: dict, results: Results) -> list[Place]:
@@ -203,6 +212,7 @@ class Runs:
         self.options, self.folder, self.agent, self.log, self.total = options, folder, agent, log, results.expected
         self.domain, self.user = results.run["env"], results.run["simulator"]
         for place in to_do(results.run, results):  # of a start that was killed before it had noted them
+            clean(self.at(place))
             with suppress(ValueError, OSError):
                 log.append(result_of(place, self.domain, *row_of(self.at(place), place.scenario), "", self.user))
         self.waiting = to_do(results.run, load_results(folder))
@@ -224,7 +234,7 @@ class Runs:
         finally:
             end([one.process for one in self.running])
             for one in self.running:
-                one.clean()
+                clean(one.folder)
 
     def start(self) -> None:
         while self.waiting and len(self.running) < self.options.concurrency:
@@ -240,7 +250,7 @@ class Runs:
                 continue
             if late:
                 end([one.process])
-            one.clean()
+            clean(one.folder)
             self.running.remove(one)
             result, why = self.finished(one, late)
             self.log.append(result)
@@ -254,11 +264,12 @@ class Runs:
         """The result of a process that has ended, and what to say of it; void where it has left none."""
         place = one.place
         try:
-            row, text = row_of(one.folder, place.scenario)
-            return result_of(place, self.domain, row, text, one.began, self.user), ""
+            return result_of(place, self.domain, *row_of(one.folder, place.scenario), one.began, self.user), ""
         except ValueError as error:
             why = f"{LATE} after {one.seconds:.0f} s" if late else (
-                f"{error}, exit code {one.process.returncode}, {last_error(one.log())}")
+                f"{error}, exit code {one.process.returncode}, {last_error(log_of(one.folder))}")
+        if late and not logged(one.folder, BEGUN):
+            late, why = False, f"{why}, before its scenario began"
         return Result(place.scenario, self.domain, place.number, place.k, 0, stop=Stop.VOID_WORLD, began=one.began,
                       ended=now(), reason=LATE if late else NO_RESULT, private=[{"turn": 0, "fault": why}]), why
 
@@ -271,9 +282,8 @@ class Runs:
         bar.update(0)
 
 
-def result_of(place: Place, domain: str, row: dict, log: str, began: str, user: str) -> Result:
-    """Ours, of Pare's row of a run and what it printed; of a row without verdict it is void."""
-    endpoint_failed = re.search(r"Fatal error - |consecutive server errors", log)
+def result_of(place: Place, domain: str, row: dict, endpoint_failed: bool, began: str, user: str) -> Result:
+    """Ours, of what row_of() gives for a run; of a row without verdict it is void."""
     reason = ("" if row["success_bool"] else "not validated" if row["success_bool"] is None else
               f"exception {row['exception_type']}" if row["exception_type"] else
               ENDPOINT if endpoint_failed else "checks not met")
@@ -356,7 +366,7 @@ def latency_lines(results: Results) -> list[str]:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Raises UsageError, one line, for what can be known to be wrong."""
+    """Raises UsageError or EndpointError, one line, for what can be known to be wrong."""
     parser = argparse.ArgumentParser(prog="pare.py", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
 
@@ -376,7 +386,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--user-model", required=True, help="of Pare's simulated user")
     parser.add_argument("--user-provider", required=True, help="as litellm calls it, such as openai; its key is where "
                         "litellm looks for it, such as OPENAI_API_KEY")
-    parser.add_argument("--user-url", default="", help="the user's endpoint, if it is not the provider's own")
+    parser.add_argument("--user-url", default="", help="the user's endpoint, if it is not the provider's own; no "
+                        "environment variable names it")
     parser.add_argument("--observe-iterations", type=int, required=True, help="steps of the agent a turn while it "
                         "observes; Pare's command has 1, its agents 5")
     parser.add_argument("--execute-iterations", type=int, required=True, help="and while it executes; Pare's command "
@@ -404,24 +415,15 @@ def parse(argv: list[str]) -> argparse.Namespace:
         fail(f"--{served[0].replace('_', '-')} is of a model that is served here: Pare's requests name a model and "
              "messages alone, so that with --agent-url the endpoint's own defaults hold")
     check_user(options, fail)
+    if options.agent_url:
+        AgentEndpoint(options.model, options.agent_url)  # raises where it can't be right
     python = options.bench_python and shutil.which(options.bench_python)
     if not python:
-        fail(f"--bench-python {options.bench_python} is no program" if options.bench_python else
-             f"--bench-python is missing: the Python of an environment with Pare: {INSTALL}, then --bench-python "
+        given = f" {options.bench_python} is no program" if options.bench_python else " is missing"
+        fail(f"--bench-python{given}: it is the Python of an environment with Pare: {INSTALL}, then --bench-python "
              "pare/.venv/bin/python")
     options.bench_python = os.path.abspath(python)  # a link stays one: it is what makes the environment
     return options
-
-
-def check_user(options: argparse.Namespace, fail: Callable[[str], None]) -> None:
-    """The user's options; its key must not be the agent's."""
-    url = options.user_url
-    if url and (not re.fullmatch(r"https?://[^@?#\s]+", url) or not urlsplit(url).hostname):
-        fail("--user-url must be the base url of an endpoint, as https://HOST/v1, without user name, key or query")
-    hosts = {urlsplit(each).netloc for each in (url, options.agent_url)}
-    if options.user_provider == PROVIDER and os.environ.get("AGENT_API_KEY") and len(hosts) > 1:
-        fail(f"--user-provider {PROVIDER} would send the user's endpoint the key of the agent's, AGENT_API_KEY; with "
-             "--user-provider openai any OpenAI-compatible --user-url has its own, OPENAI_API_KEY")
 
 
 def main() -> None:

@@ -16,20 +16,26 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from extras.endpoint import without_keys
 from extras.playing import now
 from extras.ranks import UsageError, end_with_parent
+from extras.results import read_run
 from extras.run import progress
 
 # polars: Pare and its meta-are want two packages of one module, alike in this version alone; graphql-core: 3.3 breaks
 # the strawberry-graphql that meta-are pins.
-INSTALL = ("git clone https://github.com/deepakn97/pare && cd pare && uv venv --python 3.12 && "
-           "uv pip install -e . 'polars==1.33.1' 'graphql-core<3.3'")
+INSTALL = ("pip install uv && git clone https://github.com/deepakn97/pare && cd pare && uv venv --python 3.12 && "
+           "uv pip install -e . 'polars==1.33.1' 'graphql-core<3.3' && cd ..")
 PROVIDER, KEY = "hosted_vllm", "HOSTED_VLLM_API_KEY"  # of litellm, for any OpenAI-compatible endpoint
+REDIRECTS = re.compile(r"\w+_(API_BASE|BASE_URL)")    # names by which litellm is told of another endpoint
+
+BEGUN = "Scenario Start Time"  # in the log of a run whose endpoints have answered
 
 # For Pare's Python: its scenarios, and what is installed there, as one JSON object on the last line.
 LISTING = """
@@ -62,7 +68,8 @@ def listing(python: str, split: str) -> dict:
 
     try:
         asked = subprocess.Popen([python, "-c", LISTING, split], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                 stderr=subprocess.PIPE, text=True, env=environment(""), errors="replace")
+                                 stderr=subprocess.PIPE, text=True, env=environment(""), errors="replace",
+                                 preexec_fn=end_with_parent)
     except OSError as error:
         raise refused(error.strerror or type(error).__name__) from None
     said = ()
@@ -94,12 +101,41 @@ def commit_of(folder: str) -> str:
 
 
 def environment(key: str) -> dict[str, str]:
-    """That of Pare's processes: ours, without what is meant for our Python, and the agent's key by litellm's name."""
-    kept = {name: value for name, value in os.environ.items()
-            if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "AGENT_API_KEY", "SIMULATOR_API_KEY")}
+    """That of Pare's processes: ours, without what is meant for our Python or names an endpoint that no option names,
+    and the agent's key by litellm's name."""
+    kept = {name: value for name, value in os.environ.items() if not REDIRECTS.fullmatch(name)
+            and name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "AGENT_API_KEY", "SIMULATOR_API_KEY")}
+    kept |= {"OPENAI_BASE_URL": "", "OPENAI_API_BASE": ""}  # so that no .env beside Pare sets them
     direct = os.environ.get("NO_PROXY") or os.environ.get("no_proxy")
     direct = ",".join(filter(None, [direct, "localhost", "127.0.0.1"]))
     return kept | {KEY: key, "PYTHONUNBUFFERED": "1", "NO_PROXY": direct, "no_proxy": direct}
+
+
+def check_user(options: argparse.Namespace, fail: Callable[[str], None]) -> None:
+    """The user's options: its endpoint is the one that they name, and must not get the agent's key."""
+    url = options.user_url
+    if url and (not re.fullmatch(r"https?://[^@?#\s]+", url) or not urlsplit(url).hostname):
+        fail("--user-url must be the base url of an endpoint, as https://HOST/v1, without user name, key or query")
+    own = re.split("[^A-Z0-9]", options.user_provider.upper())[0]
+    redirects = [name for name, value in os.environ.items()
+                 if value and REDIRECTS.fullmatch(name) and name.startswith(own)]
+    if redirects and not url:
+        fail(f"the environment variable {redirects[0]} names an endpoint of --user-provider {options.user_provider}, "
+             "which run.json would not tell of: name it with --user-url, or unset the variable")
+    hosts = {urlsplit(each).netloc for each in (url, options.agent_url)}
+    if options.user_provider == PROVIDER and os.environ.get("AGENT_API_KEY") and len(hosts) > 1:
+        fail(f"--user-provider {PROVIDER} would send the user's endpoint the key of the agent's, AGENT_API_KEY; with "
+             "--user-provider openai any OpenAI-compatible --user-url has its own, OPENAI_API_KEY")
+
+
+def same_endpoints(options: argparse.Namespace, folder: Path) -> None:
+    """Raises UsageError for others than those of a folder that goes on: behind another one may be another model."""
+    before = read_run(folder) if (folder / "run.json").is_file() else {}
+    for name, option in ("simulator_url", "user_url"), ("agent_url", "agent_url"):
+        given = getattr(options, option)
+        if before and before[name] != given:
+            raise UsageError(f"--out {folder} was begun with another --{option.replace('_', '-')}: it is "
+                             f"{before[name] or 'none'} there, {given or 'none'} here")
 
 
 def command(options: argparse.Namespace, scenario: str, name: str, url: str) -> list[str]:
@@ -116,8 +152,9 @@ def command(options: argparse.Namespace, scenario: str, name: str, url: str) -> 
             "--results-dir", "results", "--export", "--output-dir", "traces"]
 
 
-def row_of(folder: Path, scenario: str) -> tuple[dict, str]:
-    """The one row that Pare has written of a run, and what it printed. Raises ValueError, which says what is wrong."""
+def row_of(folder: Path, scenario: str) -> tuple[dict, bool]:
+    """The one row that Pare has written of a run, and whether its log tells of an endpoint that failed, which the row
+    does not. Raises ValueError, which says what is wrong, and OSError."""
     files = sorted(folder.glob("results/*/*_result.json"))
     if len(files) != 1:
         raise ValueError(f"{len(files)} result files")
@@ -138,7 +175,7 @@ def row_of(folder: Path, scenario: str) -> tuple[dict, str]:
     if row.get("status", "") not in ("success", "failed", "exception", "no_validation") or (
             (row["status"] == "success") != (row["success_bool"] is True)):
         raise ValueError("a row whose status and success differ")
-    return row, log_of(folder)
+    return row, logged(folder, "Fatal error - |consecutive server errors")
 
 
 # ---------------------------------------------------------------------------------------------------------- one process
@@ -167,29 +204,19 @@ class Running:
     def seconds(self) -> float:
         return time.monotonic() - self.clock
 
-    def log(self) -> str:
-        return log_of(self.folder)
-
     def stage(self, turns: int) -> str:
         """What it is at, for the progress bar."""
         text = log_of(self.folder, 2**15)
         done = re.findall(r"Proactive-Agent Turn (\d+) Output", text)
-        at = (f"turn {min(int(done[-1]) + 2, turns)} of {turns}" if done else f"turn 1 of {turns}"
-              if "Scenario Start Time" in text else "an endpoint that is not ready" if "retrying in" in text else
-              "its start")
+        at = (f"turn {min(int(done[-1]) + 2, turns)} of {turns}" if done else f"turn 1 of {turns}" if BEGUN in text else
+              "an endpoint that is not ready" if "retrying in" in text else "its start")
         return f"{self.place.scenario}, run {self.place.k}: {at}"
 
-    def clean(self) -> None:
-        """No key stays in what is kept, for an endpoint's refusal may repeat it. Temporary files go."""
-        shutil.rmtree(self.folder / "tmp", ignore_errors=True)
-        keys = [value.encode() for name, value in os.environ.items()
-                if name.endswith(("_API_KEY", "_TOKEN", "_SECRET_ACCESS_KEY")) and len(value) > 7]
-        for path in filter(Path.is_file, self.folder.rglob("*") if keys else ()):
-            text = clean = path.read_bytes()
-            for key in keys:
-                clean = clean.replace(key, b"[key]")
-            if clean != text:
-                path.write_bytes(clean)
+
+def clean(folder: Path) -> None:
+    """No key stays in what is kept, for an endpoint's refusal may repeat it. Temporary files go."""
+    shutil.rmtree(folder / "tmp", ignore_errors=True)
+    without_keys(folder)
 
 
 def log_of(folder: Path, most: int = 2**20) -> str:
@@ -197,6 +224,12 @@ def log_of(folder: Path, most: int = 2**20) -> str:
     with (folder / "log").open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - most))
         return file.read().decode(errors="replace")
+
+
+def logged(folder: Path, pattern: str) -> bool:
+    """Whether a line of all that a process has printed has it. Raises OSError."""
+    with (folder / "log").open(errors="replace") as file:
+        return any(re.search(pattern, line) for line in file)
 
 
 def start(place: Place, folder: Path, argv: list[str], key: str) -> Running:
