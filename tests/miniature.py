@@ -115,10 +115,7 @@ def plan() -> list[Job]:
 
 
 def quick_plan() -> list[Job]:
-    """SFT, which all wait for, has both cores."""
-    first = sft("telecom")
-    return [replace(first, command=("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-                                    *first.command)),
+    return [sft("telecom"),
             *(rl("telecom", arm, "plain", [*options, "--lr", "6e-4"], 0, steps=QUICK, every=QUICK // 2)
               for arm, options in (("FACA", FACA), ("GRPO", GRPO)))]
 

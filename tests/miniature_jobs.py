@@ -52,7 +52,7 @@ class Job:
         """
         command = [part.replace("DIR", str(out)) for part in self.command]
         if (out / self.folder / "config.json").exists():
-            command = [*command[:command.index("tests/variations.py") + 2], "--resume", str(out / self.folder)]
+            command = [*command[:2], "--resume", str(out / self.folder)]
         self.log(out).parent.mkdir(exist_ok=True)
         with self.log(out).open("a") as file:
             return subprocess.Popen([sys.executable, *command], stdout=file, stderr=file, cwd=ROOT,

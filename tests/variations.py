@@ -135,8 +135,8 @@ def fitting(name: str, run_all):
             raise train.UsageError(f"variation {name} is of mini:telecom, not of --env {config.env}")
         if name in ("dropped", "scaled") and config.method != "grpo":
             raise train.UsageError(f"variation {name} is of --method grpo, not of {config.method}")
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1 and config.method != "sft":
-            raise train.UsageError("RL's variations are measured on one rank: run them by python, not torchrun")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise train.UsageError("variations are measured on one rank: run them by python, not torchrun")
         return run_all(config)
     return wrapped
 
