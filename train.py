@@ -84,7 +84,7 @@ class Trainer:
         """Optimizer steps on the rollouts of all ranks, each on all of them; every rank runs as many forward passes.
 
         objective(logp_1T, old_logp_1T, advantage_1T, mask_1T, denominator) -> (loss, stats) as faca.clipped_loss.
-        A step whose loss or gradient is not finite is skipped on all ranks; too many of them in a row stop the run.
+        One whose loss or gradient is not finite is skipped on all ranks; too many steps with no other stop the run.
         """
         self.sampler.sleep()  # its weights and cache would stand idle until refresh_sampler()
         batches = self.batches_of(records)
@@ -99,7 +99,7 @@ class Trainer:
                 self.optimizer.step()
             self.optimizer.zero_grad()
             seen.append({"grad_norm": norm, "lr": lr, "skipped": int(not finite)} | stats)
-        self.bad_steps = self.bad_steps + 1 if any(stats["skipped"] for stats in seen) else 0
+        self.bad_steps = self.bad_steps + 1 if all(stats["skipped"] for stats in seen) else 0
         if self.bad_steps > self.config.max_bad_steps:
             raise RunStopped(f"the loss is {stats['loss']} and the gradient's norm {norm}, after {self.bad_steps} "
                              "skipped steps in a row: the run has diverged, try a lower learning rate")
@@ -413,7 +413,8 @@ def run_all(config: Config) -> int:
 
 
 def main() -> None:
-    sys.stdout, sys.stderr = Lasting(sys.stdout), Lasting(sys.stderr)
+    first = os.environ.get("LOCAL_RANK", "0") == "0"  # of each machine: its files may be what is wrong
+    sys.stdout, sys.stderr = Lasting(sys.stdout if first else open(os.devnull, "w")), Lasting(sys.stderr)
     try:
         config = parse_config(sys.argv[1:], __doc__)
         start_processes()
@@ -425,7 +426,7 @@ def main() -> None:
             ask_first(config)
             code = run_all(config)
     except (UsageError, EnvError, PolicyError, DataError, NotImplementedError, RunStopped, SaveError) as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # of each machine: its files may be what is wrong
+        if first:
             print(f"train.py: {error}", file=sys.stderr)
         code = 1 if isinstance(error, RunStopped | SaveError) else 2
     except KeyboardInterrupt:  # later Run takes the signal

@@ -123,8 +123,9 @@ def read(folder: Path, sample: int, seed: int) -> Reading:
                     if place < sample:
                         out.sample[place:place + 1] = [(facts.labels[q], dialogue_of(record, q, path))]
     out.torn += len(ends)
-    if not out.valid:
-        raise AuditError(f"{folder} has no rollout with a result ({out.void.total()} are void)")
+    if not any(facts.answered for facts in out.valid):
+        raise AuditError(f"{folder} has nothing to audit: {len(out.valid)} rollouts have a result, {out.void.total()} "
+                         "are void, and no segment is followed by a user turn with a label")
     return out
 
 

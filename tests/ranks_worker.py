@@ -222,6 +222,7 @@ def two_updates(config: train.Config, records: list, budgets: list[int]) -> dict
 def bad_steps(config: train.Config, records: list, budgets: list[int]) -> dict:
     """A good step, then bad ones, whose cause is on the last rank alone: {kind: (untouched, stats, in a row)}."""
     trainer, out = new_trainer(config, max_bad_steps=2), {}
+    passes = len(trainer.batches_of(records))
     trainer.update(records, 1e-3, objective)
     before = weights_and_moments(trainer)
 
@@ -242,6 +243,9 @@ def bad_steps(config: train.Config, records: list, budgets: list[int]) -> dict:
         trainer.update(records, 1e-3, nan_loss)
     except train.RunStopped as error:
         out["stopped"] = str(error)
+    losses = iter([objective] * passes + [nan_loss] * passes)
+    stats = trainer.update(records, 1e-3, lambda *x: next(losses)(*x), updates=2)
+    out["half"] = stats["skipped"], trainer.bad_steps
     trainer.update(records, 1e-3, objective)
     after = weights_and_moments(trainer)
     return out | {"good": (trainer.bad_steps, all(t.isfinite().all() for t in after),

@@ -232,7 +232,10 @@ def test_a_folder_without_rollouts_is_one_line(tmp_path):
     (tmp_path / "rollouts").mkdir()
     save_rollouts(tmp_path / "rollouts" / "step-00000.jsonl", [STEP[-1]])
     write_metrics(tmp_path, [row(0)])
-    with pytest.raises(AuditError, match="no rollout with a result"):
+    with pytest.raises(AuditError, match="0 rollouts have a result, 1 are void"):
+        audit(tmp_path, None, 200, 0)
+    save_rollouts(tmp_path / "rollouts" / "step-00000.jsonl", [rollout(0, 0, 0.0, None, stop="empty_message")])
+    with pytest.raises(AuditError, match="1 rollouts have a result, .*no segment is followed by a user turn"):
         audit(tmp_path, None, 200, 0)
 
 

@@ -171,6 +171,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all_and_the_run_end
             assert untouched and stats["skipped"] == 1 and in_a_row == number
         assert math.isfinite(found["infinite_gradient"][1]["loss"]) and math.isnan(found["nan_loss"][1]["loss"])
         assert "after 3 skipped steps in a row" in found["stopped"] and "\n" not in found["stopped"]
+        assert found["half"] == (1, 0)  # of two updates one was made: no bad step, and nothing to stop for
         assert found["good"] == (0, True, True)
 
 

@@ -88,6 +88,11 @@ def test_a_mistake_under_torchrun_is_said_once_by_rank_0():
     assert done.returncode != 0 and done.stderr.count("train.py: lambda must be") == 1
 
 
+def test_help_under_torchrun_is_printed_once():
+    done = run("train.py", "--help", ranks=2)
+    assert done.returncode == 0 and done.stdout.count("usage: ") == 1
+
+
 def test_a_folder_that_holds_another_run_is_refused_and_left_alone(folder):
     before = (folder[0] / "metrics.jsonl").read_bytes()
     done = run("train.py", *SMALL, *SFT, "--out", folder[0])
