@@ -22,6 +22,7 @@ import argparse
 import json
 import math
 import os
+import platform
 import re
 import shutil
 import signal
@@ -277,10 +278,18 @@ def quick(jobs: list[Job], out: Path, held) -> int:
 # --------------------------------------------------------------------------------------------------- command line
 
 
+def processor() -> str:
+    """What the rounding depends on, and with it every sampled token after some steps: the CPU's name, as far as it
+    tells one, and the widest instructions that PyTorch uses there."""
+    found = Path("/proc/cpuinfo")
+    names = re.findall(r"^model name\s*:\s*(.+)$", found.read_text(), re.MULTILINE) if found.exists() else []
+    return f"{[*names, platform.processor(), 'unknown CPU'][0]}, {torch.backends.cpu.get_cpu_capability()}"
+
+
 def begin(out: Path, jobs: list[Job]) -> tuple:
-    """DIR's lock, which its jobs hold, too, even beyond a command that is killed; and DIR/about.json: the machine, all
+    """DIR's lock, which its jobs hold, too, even beyond a command that is killed; and DIR/about.json: all machines and
     commits that worked on DIR, the commands of its jobs. UsageError where DIR is the place of anything else."""
-    path, commit = out / "about.json", made()["commit"] or "unknown"
+    path, by = out / "about.json", {"commits": made()["commit"] or "unknown", "processors": processor()}
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not path.exists() and (other := {entry.name for entry in out.iterdir()} - OURS):
@@ -289,18 +298,20 @@ def begin(out: Path, jobs: list[Job]) -> tuple:
     except OSError as error:
         raise UsageError(f"--out {out} can't be used: {error.strerror or error}") from None
     try:
-        about = {"commits": [], "minutes": 0.0, "jobs": {}} | (json.loads(path.read_text()) if path.exists() else {})
+        about = {"commits": [], "processors": [], "minutes": 0.0, "jobs": {}} | (
+            json.loads(path.read_text()) if path.exists() else {})
     except (ValueError, TypeError) as error:
         raise UsageError(f"{path} is damaged, and can be removed: {error}") from None
     for folder, command in {job.folder: " ".join(job.command) for job in jobs}.items():
         if about["jobs"].setdefault(folder, command) != command:
             raise UsageError(f"--out {out} was begun with another command for {folder}: name a new folder. It was "
                              f"{about['jobs'][folder]}; it is {command}")
-    if commit not in about["commits"]:
-        if about["commits"]:
-            print(f"miniature.py: {out} was begun at {about['commits'][-1]} and goes on at {commit}: the results name "
-                  "both", file=sys.stderr)
-        about["commits"].append(commit)
+    for name, here in by.items():
+        if here not in about[name]:
+            if about[name]:
+                print(f"miniature.py: {out} was begun by {about[name][-1]} and goes on by {here}: the results name "
+                      "both", file=sys.stderr)
+            about[name].append(here)
     about |= {"date": time.strftime("%Y-%m-%d"), "torch": torch.__version__, "cores": os.cpu_count(),
               "runs": sum(bool(job.needs) and job.folder.startswith("runs/") for job in jobs)}
     write_whole(path, json.dumps(about).encode())

@@ -137,8 +137,9 @@ def p_of(gains: list[float]) -> str:
 def tables(results: dict) -> dict[str, str]:
     """Name -> table, in the order of the paper's argument."""
     runs, about = Runs(results), results["about"]
-    head = (f"{about['date']}, commit {', '.join(about['commits'])}, torch {about['torch']}, {about['cores']} cores: "
-            f"{len(results['runs'])} of {about['runs']} runs of RL, {about['minutes']:.0f} minutes")
+    head = (f"{about['date']}, commit {', '.join(about['commits'])}, torch {about['torch']}, {about['cores']} cores "
+            f"({'; '.join(about['processors'])}): {len(results['runs'])} of {about['runs']} runs of RL, "
+            f"{about['minutes']:.0f} minutes")
     if len(results["runs"]) < about["runs"]:
         head += "\nNot all runs are in: a cell may be of fewer seeds than its table says, and without ± it is of one"
     return {"about": head, "outcome": outcome(runs), "controls": controls(runs), "observability": observability(runs),

@@ -77,7 +77,8 @@ def made_up(folder, lead: float = 0.0) -> dict:
     flags = {job.folder.removeprefix("results/"): " ".join(["1100"] * 10) for job in miniature.plan()
              if job.folder.startswith("results/")}
     flags |= {name: "1110" + " 1100" * 9 for name in flags if "FACA" in name}
-    return {"about": {"date": "2026-01-02", "commits": ["abc"], "torch": "2", "cores": 2, "runs": 62, "minutes": 1.0},
+    return {"about": {"date": "2026-01-02", "commits": ["abc"], "processors": ["x"], "torch": "2", "cores": 2,
+                      "runs": 62, "minutes": 1.0},
             "runs": runs, "results": flags, "leads": {}, "endpoint": {}, "credit": {"outcome": 0.001, "faca": 0.002}}
 
 
@@ -343,7 +344,8 @@ def test_a_folder_belongs_to_one_plan(tmp_path):
     for _ in range(2):
         held, about = miniature.begin(tmp_path / "new", jobs)
         held.close()
-    assert about["minutes"] == 0 and len(about["commits"]) == 1 and len(about["jobs"]) == 3
+    assert about["minutes"] == 0 and len(about["commits"]) == len(about["processors"]) == 1
+    assert len(about["jobs"]) == 3
     for name, plan, words in [("new", miniature.plan(), "begun with another command for runs/telecom/sft"),
                               ("other", jobs, "something else already, thesis.tex"), ("damaged", jobs, "is damaged"),
                               ("other/thesis.tex", jobs, "can't be used: File exists")]:
