@@ -2,7 +2,8 @@
 
     python tests/miniature.py --out DIR    all of it, meant for two hours on two cores; goes on where it was stopped
     python tests/miniature.py --quick      one seed of both arms, minutes: what holds by a wide margin, or exit code 1
-    python tests/miniature.py --show PATH  tables and figure of a results file, or of DIR as far as it is
+    python tests/miniature.py --show PATH  tables and figure of a results file, or of DIR as far as it is; of several,
+                                           their gains side by side
 
 DIR gets every run and evaluation as train.py and eval.py leave them (2 GB), and of them results.json and results.png.
 The tables that the README shows are those of the committed tests/miniature.json.
@@ -40,7 +41,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402  after the thread count
 from fake_user import FakeUser, by_rule  # noqa: E402
 from miniature_jobs import SIGNALS, Job, work  # noqa: E402
-from miniature_tables import STEPS, curve_mean, figure, tables  # noqa: E402
+from miniature_tables import STEPS, curve_mean, figure, side_by_side, tables  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 import faca  # noqa: E402
@@ -323,14 +324,15 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of all runs, new or to go on in")
     one = parser.add_mutually_exclusive_group()
     one.add_argument("--quick", action="store_true", help="a check in minutes (without --out, kept only if it fails)")
-    one.add_argument("--show", type=Path, metavar="PATH", help="print the tables of a results file, or of DIR as far "
-                     "as it is, and draw the figure beside it")
+    one.add_argument("--show", type=Path, nargs="+", metavar="PATH", help="print the tables of a results file, or of "
+                     "DIR as far as it is, and draw the figure beside it; of several, print their gains side by side")
     one.add_argument("--plan", action="store_true", help="list the runs, and exit")
     options = parser.parse_args()
     if "RANK" in os.environ:
         parser.error("it starts runs of one process each: run it by python, not torchrun")
-    if (path := options.show) and not (path / "about.json" if path.is_dir() else path).exists():
-        parser.error(f"--show {path} is neither a results file nor a DIR")
+    for path in options.show or ():
+        if not (path / "about.json" if path.is_dir() else path).exists():
+            parser.error(f"--show {path} is neither a results file nor a DIR")
     if not (options.out or options.quick or options.show or options.plan):
         parser.error("--out DIR is missing (two hours, or --quick: minutes); --show PATH shows what there is")
     return options
@@ -341,7 +343,7 @@ def main(options: argparse.Namespace) -> int:
         print("\n".join(" ".join(("python", *job.command)) for job in plan()))
         return 0
     if options.show:
-        return show(options.show)
+        return show(*options.show)
     jobs, kept = quick_plan() if options.quick else plan(), bool(options.out)
     out = options.out = (options.out or Path(tempfile.mkdtemp(prefix="miniature-"))).resolve()
     held, about = begin(out, jobs)
@@ -368,12 +370,17 @@ def main(options: argparse.Namespace) -> int:
     return show(out / "results.json")
 
 
-def show(path: Path) -> int:
-    """The tables of a results file, and its figure beside it; of what there is so far, where it is a DIR."""
+def show(path: Path, *others: Path) -> int:
+    """The tables of a results file, and its figure beside it; of what there is so far, where it is a DIR. With others,
+    all gains side by side instead."""
+    many = []
     try:
-        results = collect(plan(), path) if path.is_dir() else json.loads(path.read_text())
-        print("\n\n".join(tables(results).values()), flush=True)
-        figure(results, path / "so-far.png" if path.is_dir() else path.with_suffix(".png"))
+        for path in (path, *others):
+            many.append(collect(plan(), path) if path.is_dir() else json.loads(path.read_text()))
+            shown = tables(many[-1])
+        print(side_by_side(many) if others else "\n\n".join(shown.values()), flush=True)
+        if not others:
+            figure(*many, path / "so-far.png" if path.is_dir() else path.with_suffix(".png"))
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise UsageError(f"{path} holds no results of this version ({type(error).__name__}: {error})") from None
     except ImportError as error:

@@ -16,6 +16,7 @@ import math
 import statistics
 import sys
 from collections.abc import Iterable
+from itertools import combinations
 from pathlib import Path
 
 import numpy as np
@@ -111,6 +112,11 @@ class Runs:
         flags = {seed: self.results["results"][name] for seed, name in names.items() if name in self.results["results"]}
         return {seed: 100 * text.count("1") / len(text.replace(" ", "")) for seed, text in flags.items()}
 
+    def end_gains(self, setting: str) -> list[float]:
+        """FACA less Interactive GRPO at the end, for the seeds that both have."""
+        ours, theirs = (self.ends(setting, arm) for arm in ("FACA", "GRPO"))
+        return [ours[seed] - theirs[seed] for seed in ours if seed in theirs]
+
     def interval(self, setting: str) -> str:
         """95 % interval of FACA - Interactive GRPO at the end over tasks, the dialogues of all seeds pooled."""
         found, pairs = self.results["results"], {}
@@ -136,15 +142,53 @@ def p_of(gains: list[float]) -> str:
 
 def tables(results: dict) -> dict[str, str]:
     """Name -> table, in the order of the paper's argument."""
-    runs, about = Runs(results), results["about"]
-    head = (f"{about['date']}, commit {', '.join(about['commits'])}, torch {about['torch']}, {about['cores']} cores "
-            f"({'; '.join(about['processors'])}): {len(results['runs'])} of {about['runs']} runs of RL, "
-            f"{about['minutes']:.0f} minutes")
-    if len(results["runs"]) < about["runs"]:
+    runs, head = Runs(results), about(results)
+    if len(results["runs"]) < results["about"]["runs"]:
         head += "\nNot all runs are in: a cell may be of fewer seeds than its table says, and without ± it is of one"
     return {"about": head, "outcome": outcome(runs), "controls": controls(runs), "observability": observability(runs),
             "telemetry": telemetry(runs), "homogeneous": homogeneous(runs), "noise": noise(runs), "cost": cost(runs),
             "endpoint": endpoint(results["endpoint"])}
+
+
+def about(results: dict) -> str:
+    """Who made them: date, code, machine, and how much."""
+    by = results["about"]
+    return (f"{by['date']}, commit {', '.join(by['commits'])}, torch {by['torch']}, {by['cores']} cores "
+            f"({'; '.join(by['processors'])}): {len(results['runs'])} of {by['runs']} runs of RL, "
+            f"{by['minutes']:.0f} minutes")
+
+
+def every_gain(runs: Runs) -> dict[str, list[float]]:
+    """All comparisons of the tables by their names, a gain for each seed."""
+    found = {}
+    for setting in ("telecom", "retail"):
+        last = runs.last_step(setting)
+        found |= {f"{setting}: FACA, mean 10-{last}": runs.gains(setting, "FACA", upto=last),
+                  f"{setting}: FACA, at the end": runs.end_gains(setting)}
+    arms = {"telecom": ["FACA", "lambda 0.1", "shifted", "randomized", "lambda -0.5", "noise 10", "noise 30",
+                        "noise 50"], "vague": ["FACA"], "extremes": ["FACA", "scaled", "dropped"]}
+    found |= {f"{setting}: {arm}": runs.gains(setting, arm) for setting, names in arms.items() for arm in names}
+    return found | {f"telecom: FACA less {arm}": runs.gains("telecom", "FACA", over=arm)
+                    for arm in ("shifted", "randomized")}
+
+
+def side_by_side(many: list[dict]) -> str:
+    """The gains of several results files, those of another machine, say; and of all of their seeds together, unless
+    files hold the same runs: a seed that is played again with the same rounding is no further one."""
+    same = sum(a["runs"][name]["curve"] == b["runs"][name]["curve"] for a, b in combinations(many, 2)
+               for name in a["runs"].keys() & b["runs"].keys())
+    numbers, found = range(1, len(many) + 1), [every_gain(Runs(results)) for results in many]
+    heads = [*map("({})".format, numbers), *["all"] * (not same)]
+    rows = [["", *(cell for n in heads for cell in (f"{n} seeds", "gain", "p"))]]
+    for name in dict.fromkeys(name for gains in found for name in gains):
+        columns = [gains.get(name, []) for gains in found]
+        rows.append([name, *(cell for gains in [*columns, sum(columns, [])][:len(heads)]
+                             for cell in (str(len(gains)), spread(gains, 1, "+"), p_of(gains)))])
+    return "\n".join([
+        *(f"({n}) {about(results)}" for n, results in zip(numbers, many, strict=True)), "",
+        f"Gains over Interactive GRPO, or over the arm that is named; means over steps 10-{STEPS} unless it is told.",
+        f"{same} of their runs are equal to the last digit: seeds are not put together" if same else
+        "All: the seeds of all files, though those of one file have one SFT checkpoint", "", grid(rows)])
 
 
 def outcome(runs: Runs) -> str:
@@ -161,10 +205,9 @@ def outcome(runs: Runs) -> str:
             rows.append([name, str(len(runs.of(setting, arm))), *(mean(runs.at(setting, arm, step=n)) for n in steps),
                          spread(runs.means(setting, arm, upto=last)), spread(list(runs.ends(setting, arm).values())),
                          str(TABLE_2[f"8B {name}"][column])])
-        ours, theirs = (runs.ends(setting, arm) for arm in ("FACA", "GRPO"))
         gains = {f"mean 10-{last}": runs.gains(setting, "FACA", upto=last),
                  f"at step {last}": runs.gaps(setting, step=last),
-                 "at the end": [ours[seed] - theirs[seed] for seed in ours if seed in theirs]}
+                 "at the end": runs.end_gains(setting)}
         lines += ["", grid(rows), "", *(
             f"FACA - Interactive GRPO, {what}: {spread(each, 1, '+')}, p {p_of(each) or NONE}  "
             f"(seeds: {', '.join(f'{gain:+.1f}' for gain in each)})" for what, each in gains.items()),

@@ -21,7 +21,7 @@ import torch
 import variations
 from extras.ranks import RunStopped, UsageError
 from extras.run import lock
-from miniature_tables import curve_mean, digest, figure, paired_t, tables
+from miniature_tables import curve_mean, digest, figure, paired_t, side_by_side, tables
 from PIL import Image
 
 import train
@@ -104,6 +104,20 @@ def test_gains_are_matched_and_shares_weighted_as_the_tables_say(tmp_path):
     coverage = sum((10 + n) / (1 + n) for n in range(20)) / sum(10 + n for n in range(20))  # by segments: 0.179
     assert results["runs"]["telecom/FACA-0"]["first"]["coverage"] == pytest.approx(coverage, abs=1e-5)
     assert f"{100 * coverage:.1f}" in shown["telemetry"]
+
+
+def test_seeds_of_two_files_are_put_together_unless_they_are_the_same_runs(tmp_path):
+    four, two = made_up(tmp_path / "4", 0.04), made_up(tmp_path / "2", 0.02)
+    for run in two["runs"].values():  # both arms by as much: other runs with other gains
+        run["curve"] = {step: value + 0.01 for step, value in run["curve"].items()}
+    rows = {line.split("  ")[0]: re.findall(r"(\d+) +([+-]\S+ ±\S+)", line)
+            for line in side_by_side([four, two]).split("\n")}
+    # five times 4 and five times 2: squares about the mean add up to 10, a ninth of it is 1.11, its root 1.05
+    assert rows["telecom: FACA"] == [("5", "+4.0 ±0.0"), ("5", "+2.0 ±0.0"), ("10", "+3.0 ±1.1")]
+    assert rows["telecom: FACA less shifted"][-1] == ("6", "+3.0 ±1.1")  # root of 6 / 5
+    assert rows["telecom: shifted"] == [("3", "+0.0 ±0.0")] * 2 + [("6", "+0.0 ±0.0")]
+    again = side_by_side([four, json.loads(json.dumps(four))])
+    assert f"{len(four['runs'])} of their runs are equal" in again and "all" not in again
 
 
 def test_what_was_not_run_is_named_in_tables_and_left_out_of_the_figure(tmp_path):
