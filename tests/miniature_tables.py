@@ -153,15 +153,15 @@ def tables(results: dict) -> dict[str, str]:
 def about(results: dict) -> str:
     """Who made them: date, code, machine, and how much."""
     by = results["about"]
-    return (f"{by['date']}, commit {', '.join(by['commits'])}, torch {by['torch']}, {by['cores']} cores "
-            f"({'; '.join(by['processors'])}): {len(results['runs'])} of {by['runs']} runs of RL, "
-            f"{by['minutes']:.0f} minutes")
+    machine = "; ".join(by.get("processors", ["CPU not noted"]))
+    return (f"{by['date']}, commit {', '.join(by['commits'])}, torch {by['torch']}, {by['cores']} cores ({machine}): "
+            f"{len(results['runs'])} of {by['runs']} runs of RL, {by['minutes']:.0f} minutes")
 
 
 def every_gain(runs: Runs) -> dict[str, list[float]]:
     """All comparisons of the tables by their names, a gain for each seed."""
     found = {}
-    for setting in ("telecom", "retail"):
+    for setting in filter(lambda setting: runs.of(setting, "FACA"), ("telecom", "retail")):
         last = runs.last_step(setting)
         found |= {f"{setting}: FACA, mean 10-{last}": runs.gains(setting, "FACA", upto=last),
                   f"{setting}: FACA, at the end": runs.end_gains(setting)}
@@ -172,23 +172,31 @@ def every_gain(runs: Runs) -> dict[str, list[float]]:
                     for arm in ("shifted", "randomized")}
 
 
+def begin_alike(a: dict, b: dict) -> bool:
+    """Whether most runs of two results files have the same first two evaluations: the same seeds, rounded alike."""
+    both = a["runs"].keys() & b["runs"].keys()
+    return 2 * sum(all(a["runs"][name]["curve"][step] == b["runs"][name]["curve"][step] for step in ("0", "10"))
+                   for name in both) > len(both)
+
+
 def side_by_side(many: list[dict]) -> str:
     """The gains of several results files, those of another machine, say; and of all of their seeds together, unless
     files hold the same runs: a seed that is played again with the same rounding is no further one."""
-    same = sum(a["runs"][name]["curve"] == b["runs"][name]["curve"] for a, b in combinations(many, 2)
-               for name in a["runs"].keys() & b["runs"].keys())
     numbers, found = range(1, len(many) + 1), [every_gain(Runs(results)) for results in many]
+    same = [f"({m}) and ({n}) are the same runs, rounded alike: their seeds are not put together."
+            for m, n in combinations(numbers, 2) if begin_alike(many[m - 1], many[n - 1])]
     heads = [*map("({})".format, numbers), *["all"] * (not same)]
-    rows = [["", *(cell for n in heads for cell in (f"{n} seeds", "gain", "p"))]]
+    rows = [["", *(cell for head in heads for cell in (f"{head} n", "gain", "p"))]]
     for name in dict.fromkeys(name for gains in found for name in gains):
         columns = [gains.get(name, []) for gains in found]
-        rows.append([name, *(cell for gains in [*columns, sum(columns, [])][:len(heads)]
+        columns.append(sum(columns, []))
+        rows.append([name, *(cell for gains in columns[:len(heads)]
                              for cell in (str(len(gains)), spread(gains, 1, "+"), p_of(gains)))])
     return "\n".join([
         *(f"({n}) {about(results)}" for n, results in zip(numbers, many, strict=True)), "",
-        f"Gains over Interactive GRPO, or over the arm that is named; means over steps 10-{STEPS} unless it is told.",
-        f"{same} of their runs are equal to the last digit: seeds are not put together" if same else
-        "All: the seeds of all files, though those of one file have one SFT checkpoint", "", grid(rows)])
+        f"Gains over Interactive GRPO, or the arm named, of n seeds; means over steps 10-{STEPS} unless it is told.",
+        "All: the seeds of all files, as if they were independent; those of one file share an SFT checkpoint, and all",
+        "share tasks and users", *same, "", grid(rows)])
 
 
 def outcome(runs: Runs) -> str:
@@ -235,8 +243,9 @@ def controls(runs: Runs) -> str:
                      *beside(runs, "telecom", arm), mean(runs.metric("telecom", arm, "update_norm", THREE), ".3f"),
                      *papers[0], *papers[1]])
     return "\n".join([
-        "Table 4. Credit put out of place, lost, and reversed; seeds 0-2; gains are over outcome only. Update: L2 norm",
-        f"of what a step changed in the weights, mean over {STEPS} steps", "", grid(rows), "",
+        "Table 4. Held-out pass@1, %, with credit put out of place, lost, and reversed; seeds 0-2; gains are over",
+        f"outcome only. Update: L2 norm of what a step changed in the weights, mean over {STEPS} steps", "",
+        grid(rows), "",
         *(f"FACA less {arm}: {spread(less, 1, '+')}, p {p_of(less) or NONE}  "
           f"(seeds: {', '.join(f'{gain:+.1f}' for gain in less)})"
           for arm in ("shifted", "randomized") for less in [runs.gains("telecom", "FACA", THREE, over=arm)])])
@@ -260,8 +269,8 @@ def observability(runs: Runs) -> str:
         "Observability: the gain where the user sees what the agent causes (telecom), where progress hides in tools",
         "(retail), and where a user of the telecom tasks answers every step vaguely. Gap: FACA less Interactive GRPO",
         f"at step {STEPS}; positive: share of reactions; coverage: segments with process advantage; process: its share",
-        "of L1; lead: how far reactions point to a prompt's better rollouts, from -1 to +1, where ties count as 0;",
-        "w/o last: without the last turn of each dialogue", "",
+        "of all |A|; lead: how far reactions at one turn point to a prompt's better rollouts, from -1 to +1,",
+        "where ties count as 0; w/o last: without the last turn of each dialogue", "",
         grid(rows), "", f"paper, gains of 8B: {told}"])
 
 
@@ -349,7 +358,8 @@ def endpoint(found: dict) -> str:
     rows += [[arm, *map(str, counts.values())] for arm, counts in found.items()]
     return "\n".join([
         "The JSON protocol over a real endpoint, two steps of each arm. Its user goes by rule and names labels at",
-        "random: this shows that requests, labels and counts come through, and no result", "", grid(rows)])
+        "random: this shows that requests (of which a user's tool calls take some), labels and counts come through,",
+        "and no result", "", grid(rows)])
 
 
 # ----------------------------------------------------------------------------------------------------------- figure
@@ -392,6 +402,7 @@ def figure(results: dict, path: Path) -> None:
                 ("randomized", "random-\nized"), ("lambda -0.5", "lambda\n-0.5"))],
             [TABLE_4[name][1] - TABLE_4["8B outcome only"][1] for arm, name in TABLE_4_OF.items() if arm != "GRPO"])
         axes[1][0].set_yscale("symlog", linthresh=5, linscale=1.5)  # reversed credit would flatten the rest
+        axes[1][0].set_ylim(-60, 30)
         axes[1][0].set_yticks(ticks := (-30, -10, -5, -2, 0, 2, 5, 10, 20), map(str, ticks))
         draw_gains(axes[1][1], "by setting", [
             (name, COLOURS["FACA"], runs.gains(name, "FACA")) for name in ("telecom", "retail", "vague", "extremes")])

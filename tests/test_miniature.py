@@ -117,7 +117,7 @@ def test_seeds_of_two_files_are_put_together_unless_they_are_the_same_runs(tmp_p
     assert rows["telecom: FACA less shifted"][-1] == ("6", "+3.0 ±1.1")  # root of 6 / 5
     assert rows["telecom: shifted"] == [("3", "+0.0 ±0.0")] * 2 + [("6", "+0.0 ±0.0")]
     again = side_by_side([four, json.loads(json.dumps(four))])
-    assert f"{len(four['runs'])} of their runs are equal" in again and "all" not in again
+    assert "(1) and (2) are the same runs" in again and "all n" not in again
 
 
 def test_what_was_not_run_is_named_in_tables_and_left_out_of_the_figure(tmp_path):

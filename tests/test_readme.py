@@ -6,7 +6,7 @@ import json
 import pathlib
 import re
 
-from miniature_tables import digest, tables
+from miniature_tables import digest, side_by_side, tables
 from PIL import Image
 
 from extras.plan import options_of
@@ -58,10 +58,12 @@ def test_every_flag_of_the_readme_is_one():
             assert all(f'"{flag}"' in written for flag in flags), command
 
 
-def test_the_results_are_those_of_the_results_file_tables_picture_and_numbers_in_the_text():
-    results = json.loads((ROOT / "tests/miniature.json").read_text(encoding="utf-8"))
-    section, shown = README.split("## Results")[1].split("\n## ")[0], tables(results)
-    assert len(results["runs"]) == results["about"]["runs"]  # all of them are in
+def test_the_results_are_those_of_the_results_files_tables_picture_and_numbers_in_the_text():
+    results, again = (json.loads((ROOT / f"tests/{name}.json").read_text(encoding="utf-8"))
+                      for name in ("miniature", "miniature_again"))
+    section = README.split("## Results")[1].split("\n## ")[0]
+    shown = tables(results) | {"both": side_by_side([results, again])}
+    assert all(len(each["runs"]) == each["about"]["runs"] for each in (results, again))  # all of them are in
     for name, text in shown.items():
         assert text in section, name
     prose = re.sub(r"```.*?```", "", section, flags=re.DOTALL)
