@@ -17,6 +17,7 @@ Whoever keeps it stands in extras/, and is imported when a domain of its family 
 tau3-bench with their own tasks, tools and verifiers (extras/tau.py). "tau2:" alone lists domains and splits.
 """
 
+import hashlib
 import json
 import re
 from abc import ABC, abstractmethod
@@ -77,6 +78,7 @@ class Task:
     communicate: tuple[str, ...] = ()  # what the agent has to tell the user
     assertions: tuple[str, ...] = ()   # what a judge has to find true of the dialogue
     same_as: str = ""                  # the id of this task in an earlier release of its benchmark
+    criteria: str = ""                 # all that its benchmark scores it by, for telling versions apart alone
 
     @property
     def identity(self) -> str:
@@ -181,3 +183,10 @@ def load_tasks(spec: str, split: str) -> list[Task]:
 def make_env(task: Task) -> Env:
     """A fresh world for one rollout of the task."""
     return import_module(WORLDS[task.domain.partition(":")[0]]).make_env(task)
+
+
+def digest(task: Task) -> str:
+    """Of a task and of the world that it begins in: another version of its benchmark has another policy, say."""
+    env = make_env(task)
+    parts = task, env.policy, env.tools, env.user_tools, env.greeting, env.limits, env.state_hash()
+    return hashlib.blake2b(repr(parts).encode(), digest_size=6).hexdigest()

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.state_dict import (StateDictOptions, get_state
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from env import digest
 from rollout import Caps, Chat
 
 transformers.utils.logging.disable_progress_bar()  # its bars for a weight file would stand between ours
@@ -369,7 +370,7 @@ def origin_of(model, tokenizer, tasks, data: str = "") -> dict[str, str]:
     shape = {name: value for name, value in model.config.to_dict().items()
              if name not in ("_name_or_path", "transformers_version", "dtype")}
     words = sorted(tokenizer.get_vocab().items()), tokenizer.chat_template
-    parts = {"the task list of --env": [task.id for task in tasks], "the architecture of --model": shape,
+    parts = {"the task list of --env": [digest(task) for task in tasks], "the architecture of --model": shape,
              "the tokenizer of --model": words, "the file of --data": Path(data).read_bytes() if data else b""}
     return {name: hashlib.blake2b(repr(part).encode(), digest_size=8).hexdigest() for name, part in parts.items()}
 

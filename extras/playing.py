@@ -18,13 +18,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from env import Task, load_tasks, make_env
+from env import Task, digest, load_tasks, make_env
 from eval import STREAM, longest_prompt, show
 from extras.agent import AgentEndpoint
 from extras.checkpoint import load_policy, note_of, preset_of
 from extras.endpoint import endpoint_of
 from extras.ranks import all_gather, on_first, start_processes
-from extras.replay import digest, reason_of
+from extras.replay import reason_of
 from extras.results import Log, ResultsError, kept, load_results, started
 from extras.run import Config, lock, progress
 from extras.tau2_format import write_tau2

@@ -1,9 +1,8 @@
 """A saved dialogue in its world once more: the same reward, and why it was not 1."""
 
-import hashlib
 from collections import Counter
 
-from env import Env, Task, load_tasks, make_env
+from env import Env, Task, digest, load_tasks, make_env
 from extras.results import Results, ResultsError, events
 from extras.run import progress
 from rollout import Rollout, Stop
@@ -73,7 +72,3 @@ def tasks_of(results: Results) -> dict[str, Task]:
         raise ResultsError(f"the tasks of {results.run['env']} here are not those of {results.folder}: another version "
                            "of the benchmark, or of this code")
     return tasks
-
-
-def digest(task: Task) -> str:
-    return hashlib.blake2b(repr(task).encode(), digest_size=6).hexdigest()

@@ -289,7 +289,7 @@ class Tau2(Domain):
             gold=tuple(Call(a.name, a.arguments, a.requestor) for a in criteria.actions or ()),
             communicate=tuple(criteria.communicate_info or ()) if "COMMUNICATE" in basis else (),
             assertions=tuple(criteria.nl_assertions or ()) if "NL_ASSERTION" in basis else (),
-            same_as=earliest(self.family, self.short, official.id))
+            same_as=earliest(self.family, self.short, official.id), criteria=criteria.model_dump_json())
 
     def options(self, task: Task) -> dict[str, Any]:
         """For the constructor, as by the official runner. Golden retrieval puts the task's documents in the prompt."""

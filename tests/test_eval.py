@@ -20,10 +20,10 @@ from test_agent import render
 
 import eval as E
 import rollout as R
-from env import load_tasks, make_env
+from env import digest, load_tasks, make_env
 from extras.paper import COLUMNS, TABLE_2
 from extras.playing import claim
-from extras.replay import digest, reason_of, replay
+from extras.replay import reason_of, replay
 from extras.results import Log, Result, Results, ResultsError, complete, kept, load_results
 from extras.tables import grid, seed_table
 from extras.tiny import EXPERTS

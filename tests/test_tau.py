@@ -3,6 +3,7 @@
 Every part is skipped where its release is not installed: tau2 from PyPI, tau3 and tau-bench 1 by TAU3_BENCH, TAU_BENCH.
 """
 
+import dataclasses
 import gc
 import json
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 from tau_check import compare, gold_dialogue, play, spoken
 
-from env import Call, EnvError
+from env import Call, EnvError, digest
 from extras import tau
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -421,6 +422,22 @@ def test_an_extra_read_in_banking_costs_nothing():
 def test_the_users_tools_in_banking_are_those_of_the_task():
     sizes = {len(tau.make_env(t).user_tools) for t in base("tau3:banking_knowledge")}
     assert len(tau.domain_of("tau3:banking_knowledge").user_tools) == 6 and sizes == {0, 1, 2, 3}
+
+
+@tau2
+@pytest.mark.parametrize("domain", ["tau2:airline", "tau2:telecom"])
+def test_another_policy_or_tool_or_check_or_other_data_makes_it_another_task(domain, monkeypatch):
+    task, world = base(domain)[0], tau.domain_of(domain)
+    found = {digest(task), digest(dataclasses.replace(task, criteria=task.criteria.replace("[", "[ ", 1)))}
+    for name, other in [("prompt", world.prompt + " "), ("tools", world.tools[1:]), ("greeting", "Hello")]:
+        with monkeypatch.context() as patch:
+            patch.setattr(world, name, other)
+            found.add(digest(task))
+    with monkeypatch.context() as patch:
+        patch.setattr(world, "hash", lambda state: "other data")
+        found.add(digest(task))
+    assert len(found) == 6 and digest(task) in found
+    assert "env_assertions" in task.criteria and "reward_basis" in task.criteria
 
 
 def test_a_task_names_its_first_release():
