@@ -170,8 +170,9 @@ def show(results: Results) -> str:
     run, unseen = results.run, results.among(unseen=True)
     tasks, new = len(run["tasks"]), len(unseen.run["tasks"])
     users = ", ".join(sorted({r.user for r in results.records} - {""}))
-    lines = [f"{run['model']} with {users or 'nobody'} as user, temperature {run['temperature']:g}"
-             + ", thinking" * run["thinking"] + f"; {results.folder}"]
+    heat = "sampled as its endpoint does" if math.isnan(run["temperature"]) else f"temperature {run['temperature']:g}"
+    lines = [f"{run['model']} with {users or 'nobody'} as user, {heat}" + ", thinking" * run["thinking"]
+             + f", {run['agent_extra']}" * bool(run["agent_extra"]) + f"; {results.folder}"]
     scopes = {"": results} | ({" unseen": unseen} if 0 < new < tasks else {})
     for title, some in scopes.items():
         lines += ["", score_table(some, f"all {tasks} tasks" if not title else f"the {new} unseen tasks")]

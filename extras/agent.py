@@ -23,13 +23,14 @@ back as it came, think blocks included, as in training; a separate reasoning_con
 """
 
 import json
+import math
 import re
 import sys
 
 from tqdm import tqdm
 
 from env import Call, parse_call
-from extras.endpoint import ContextFull, Endpoint, extra_for
+from extras.endpoint import ContextFull, Endpoint, EndpointError, extra_for
 from rollout import THINK, TOOL_CALL, Caps, Dialogue, Over, Said, Stop, read
 from simulator import UserFault
 
@@ -126,6 +127,18 @@ class AgentEndpoint(Endpoint):
         """What goes into a request beside its messages; extra comes on top."""
         every = self.sampling | {"max_tokens": max_tokens} | ({"tools": tools} if tools else {})
         return {name: value for name, value in every.items() if name not in self.unset}
+
+    def sampled(self, max_tokens: int) -> dict:
+        """How each request asks to be sampled, extra included: temperature (NaN: as the server does), max_tokens (0:
+        no cap). Raises EndpointError for what is no number."""
+        sent = {"temperature": math.nan, "max_tokens": 0} | self.options([], max_tokens) | self.extra
+        for name in ("temperature", "max_tokens"):
+            if isinstance(sent[name], bool) or not isinstance(sent[name], int | float) or sent[name] < 0:
+                raise EndpointError(f"--agent-extra has {name} {json.dumps(sent[name])}, which must be a number of at "
+                                    "least 0, or null")
+        asked = sent.get("chat_template_kwargs")
+        return {"temperature": float(sent["temperature"]), "max_tokens": int(sent["max_tokens"]),
+                "thinking": isinstance(asked, dict) and asked.get("enable_thinking") is True}
 
     def check(self, max_tokens: int = Caps.message_tokens) -> None:
         """One small request with a tool, the cap on a message as in all. Raises SimulatorError, one line, where it gets

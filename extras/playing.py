@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from importlib.metadata import distributions, version
 from pathlib import Path
@@ -121,9 +121,11 @@ def agent_of(options: argparse.Namespace, tasks: list[Task], ranks: int) -> tupl
         heat, caps = 0.0 if options.greedy else options.temperature or 1.0, Caps(**given)
         agent = AgentEndpoint(options.model, options.agent_url, options.agent_extra,
                               max(1, options.concurrency // ranks), options.simulator_timeout, heat)
+        sampled = agent.sampled(caps.message_tokens)
         on_first(lambda: agent.check(caps.message_tokens))
-        return agent, None, caps, {"agent_url": options.agent_url, "agent_extra": options.agent_extra, "weights": "",
-                                   "temperature": heat, "thinking": False, "trained_on": ()}
+        return agent, None, replace(caps, message_tokens=sampled.pop("max_tokens")), {
+            "agent_url": options.agent_url, "agent_extra": options.agent_extra, "weights": "",
+            "trained_on": ()} | sampled
     sampler, chat, caps, note = load_sampler(options.model, given, options.kv_gib, options.temperature,
                                              options.thinking)
     longest = longest_prompt(tasks, chat)
@@ -170,8 +172,11 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 def training_of(model: str) -> dict:
     """Which run made a model: its options as they stand in config.json beside the model's folder; {} if none does."""
+    folder = Path(model).resolve()
     try:
-        found = json.loads((Path(model).resolve().parent / "config.json").read_text())
+        found = json.loads((folder.parent / "config.json").read_text())
+        if folder.name == "sft":  # what a run of RL began from is of no arm
+            found |= {"method": "sft", "lam": 0.0, "control": "none"}
         return {name: found[name] for name in (
             "method", "lam", "control", "seed", "steps", "model", "env", "simulator")}
     except (OSError, ValueError, KeyError, TypeError):
@@ -193,8 +198,8 @@ def describe(options: argparse.Namespace, tasks: list[Task], agent: dict, caps: 
     """run.json: all that a result depends on. A task's `nothing` is the reward of an agent that never acts."""
     seen = set(agent.pop("trained_on"))
     return {
-        "made": made(), "seen_known": bool(seen),
-        "model": options.model, "training": training_of(options.model), "env": options.env,
+        "made": made(), "seen_known": bool(seen), "model": options.model, "env": options.env,
+        "training": {} if options.agent_url else training_of(options.model),
         "tasks": {task.id: {"domain": task.domain, "digest": digest(task), "seen": task.identity in seen,
                             "nothing": make_env(task).reward([], held=False), "strata": strata_of(task)}
                   for task in tasks},

@@ -190,13 +190,15 @@ class Log:
 def started(folder: Path, run: dict) -> bool:
     """Writes run.json, on one rank; where one is there, True: the run goes on, with more trials if more are wanted.
 
-    Raises ResultsError where it differs in anything that can change a result.
+    Raises ResultsError where it differs in anything that can change a result. A folder may have moved, for its weights
+    tell what it is; of an agent at an endpoint there is nothing but its name.
     """
     if (folder / "run.json").is_file():
         before = read_run(folder)
         more = run["trials"] > before["trials"]  # further trials of the same tasks
+        free = set(FREE) - ({"model"} if not run["weights"] else set())
         differing = [f"{name} is {was} there, {now} here" for name, was, now in differences(before, run)
-                     if name not in FREE and not (more and name == "trials")]
+                     if name not in free and not (more and name == "trials")]
         if differing:
             raise ResultsError(f"--out {folder} was begun with other options: {'; '.join(differing)}")
         if not more:
@@ -264,8 +266,8 @@ def told(value) -> str:
 # ---------------------------------------------------------------------------------------------------------- matching
 
 # What may differ between two results that are compared: the agent, and how its results were had.
-AGENTS = ("model", "weights", "agent_url", "agent_extra", "training", "temperature", "thinking", "simulator_url",
-          "void_retries", "env", "seen_known", "made")
+AGENTS = ("model", "weights", "agent_url", "agent_extra", "training", "simulator_url", "void_retries", "env",
+          "seen_known", "made")
 
 
 def complete(folder: str | Path) -> Results:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from extras.paper import COLUMNS, GAINS, SPREAD, TABLE_2, TABLE_4
 from extras.results import Results, ResultsError, complete, must_match
+from extras.run import FREE
 
 FORMATS = ("text", "markdown", "csv")
 NONE = "not run"
@@ -171,6 +172,7 @@ def gains(arms: dict[str, list[Results]], averages: dict[str, list[float]]) -> l
 def curves(runs: list[str]) -> str:
     """A line for each run, its pass@1 (mean over domains) at each evaluation and over the curve; then gains by seed."""
     found = {folder: read_curve(Path(folder)) for folder in runs}
+    must_be_alike({folder: config for folder, (config, _) in found.items()})
     names = list(dict.fromkeys(name for _, curve in found.values() for name in curve))
     lines = [f"{'run':24}" + "".join(f"{name.removeprefix('RL '):>10}" for name in names) + f"{'mean':>8}"]
     arms: dict[str, dict[int, tuple[float, float]]] = {}
@@ -194,6 +196,21 @@ def curves(runs: list[str]) -> str:
                 lines.append(f"{one} - {base}, {what}: {statistics.fmean(each):+.3f}, "
                              f"sample std {statistics.stdev(each):.3f}  (seed {told})")
     return "\n".join(lines)
+
+
+OF_AN_ARM = {"seed", "out", "method", "lam", "control", *FREE}  # what may differ between two runs of one comparison
+
+
+def must_be_alike(configs: dict[str, dict]) -> None:
+    """Raises ResultsError where runs differ in more than arm and seed; those of one seed must begin from one model."""
+    first = next(iter(configs))
+    for folder, config in configs.items():
+        of_seed = next(name for name in configs if configs[name]["seed"] == config["seed"])
+        for name in sorted((config.keys() | configs[first].keys()) - OF_AN_ARM):
+            other = of_seed if name == "model" else first
+            if config.get(name) != configs[other].get(name):
+                raise ResultsError(f"{other} and {folder} differ in more than arm and seed: {name} is "
+                                   f"{configs[other].get(name)} | {config.get(name)}")
 
 
 def read_curve(folder: Path) -> tuple[dict, dict[str, float]]:

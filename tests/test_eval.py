@@ -22,7 +22,7 @@ import eval as E
 import rollout as R
 from env import digest, load_tasks, make_env
 from extras.paper import COLUMNS, TABLE_2
-from extras.playing import claim
+from extras.playing import claim, training_of
 from extras.replay import reason_of, replay
 from extras.results import Log, Result, Results, ResultsError, complete, kept, load_results
 from extras.tables import grid, seed_table
@@ -464,7 +464,10 @@ def test_other_options_on_the_same_folder_are_refused_and_change_nothing(evaluat
     before = (tmp_path / "a" / "results.jsonl").read_bytes()
     with FakeUser(by_expert) as server:
         for more, named in ((("--seed", 1), "seed is 0 there, 1 here"), (("--greedy",), "temperature is 1.0 there"),
-                            (("--max-message-tokens", 9), "caps is"), (("--env", "mini:retail"), "env is")):
+                            (("--max-message-tokens", 9), "caps is"), (("--env", "mini:retail"), "env is"),
+                            (("--model", "another"), "model is expert there, another here"),
+                            (("--model", "another", "--trials", 3), "model is expert there, another here"),
+                            (("--agent-extra", '{"temperature": 0}'), "temperature is 1.0 there, 0.0 here")):
             assert main(monkeypatch, *command(server, tmp_path / "a", *BOTH, *more)) == 2
             error = capsys.readouterr().err
             assert named in error and error.count("eval.py: ") == 1 and "Traceback" not in error
@@ -481,6 +484,35 @@ def test_a_folder_can_be_given_more_trials_but_not_fewer(tmp_path):
         claim(folder, run)
     with pytest.raises(ResultsError, match="has 4 of 6 dialogues"):
         complete(folder)
+
+
+def test_a_model_that_has_moved_goes_on_for_its_weights_tell_what_it_is(tmp_path):
+    run = json.loads((folder_of(tmp_path / "a", [[1, 0]]) / "run.json").read_text()) | {"weights": "1"}
+    (tmp_path / "a/run.json").write_text(json.dumps(run))
+    assert claim(tmp_path / "a", run | {"model": "elsewhere"})
+    with pytest.raises(ResultsError, match="weights is 1 there, 2 here"):
+        claim(tmp_path / "a", run | {"weights": "2"})
+
+
+def test_what_rl_began_from_is_of_no_arm_and_a_name_at_an_endpoint_of_no_run(tmp_path, monkeypatch):
+    options = {"method": "grpo", "lam": 0.0, "control": "none", "seed": 3, "steps": 60, "model": "tiny", "env": "d",
+               "simulator": "scripted"}
+    (tmp_path / "config.json").write_text(json.dumps(options))
+    assert training_of(tmp_path / "model")["method"] == "grpo" and training_of(tmp_path / "sft")["method"] == "sft"
+    (tmp_path / "expert").mkdir()
+    monkeypatch.chdir(tmp_path)  # where "expert" would be the model of that run
+    with FakeUser(by_expert) as server:
+        assert main(monkeypatch, *command(server, tmp_path / "r", "--env", "mini:retail")) == 0
+    assert load_results(tmp_path / "r").run["training"] == {}
+
+
+def test_results_that_were_decoded_otherwise_are_not_paired(tmp_path):
+    a, b, c = (load_results(folder_of(tmp_path / name, [[1, 1], [1, 0]])) for name in "abc")
+    b.run["temperature"], c.run["thinking"] = 0.0, True
+    for other, named in ((b, r"temperature: 1.0 \| 0.0"), (c, r"thinking: False \| True")):
+        with pytest.raises(ResultsError, match=named):
+            E.compare(a, other)
+        assert "differs: " in E.compare(a, other, anyway=True)
 
 
 def test_what_is_no_result_is_named_in_one_line(evaluated, tmp_path, monkeypatch, capsys):
