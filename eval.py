@@ -366,7 +366,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     one.add_argument("--format", choices=FORMATS, default="text", help="[%(default)s]")
     one.add_argument("--paper", type=int, choices=(2, 4), default=2, help="which of the paper's tables [%(default)s]")
     one.add_argument("--unseen", action="store_true", help="tasks alone that no model was trained on")
-    one.add_argument("--anyway", action="store_true", help="though tasks, users or caps differ; says which do")
+    one.add_argument("--anyway", action="store_true", help="though tasks, users or sampling differ; says which do")
     one.add_argument("--brief", action="store_true", help="leave out the domains that were not run")
     one = command("report", report_command, "runs and results as one page that stands alone, to look at")
     one.add_argument("folders", nargs="+", metavar="RUN", help="run folders of train.py, and folders of `eval.py run`")
@@ -380,8 +380,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for name in ("simulator_url", "simulator_extra", "simulator_timeout", "concurrency"):
         default = Config.__dataclass_fields__[name].metadata["tiny"]
         add_flag(one, name, default, default)
-    one = command("curves", lambda o: print(curves(o.runs)), "held-out pass@1 along training, arms compared by seed")
+    one = command("curves", lambda o: print(curves(o.runs, o.anyway)),
+                  "held-out pass@1 along training, arms compared by seed")
     one.add_argument("runs", nargs="+", metavar="RUN", help="run folders of train.py")
+    one.add_argument("--anyway", action="store_true", help="though other options differ, too; says which do")
     options = parser.parse_args(argv)
     if getattr(options, "seed", 0) < 0:
         fail(f"--seed must be at least 0, is {options.seed}")

@@ -130,15 +130,15 @@ class AgentEndpoint(Endpoint):
 
     def sampled(self, max_tokens: int) -> dict:
         """How each request asks to be sampled, extra included: temperature (NaN: as the server does), max_tokens (0:
-        no cap). Raises EndpointError for what is no number."""
+        no cap; a max_completion_tokens goes first). Raises EndpointError for what is no number."""
         sent = {"temperature": math.nan, "max_tokens": 0} | self.options([], max_tokens) | self.extra
-        for name in ("temperature", "max_tokens"):
-            if isinstance(sent[name], bool) or not isinstance(sent[name], int | float) or sent[name] < 0:
-                raise EndpointError(f"--agent-extra has {name} {json.dumps(sent[name])}, which must be a number of at "
-                                    "least 0, or null")
+        for name in ("temperature", "max_tokens", "max_completion_tokens"):
+            if isinstance(value := sent.get(name, 0), bool) or not isinstance(value, int | float) or value < 0:
+                raise EndpointError(f"--agent-extra has {name} {json.dumps(value)}, which must be a number of at least "
+                                    "0, or null")
         asked = sent.get("chat_template_kwargs")
-        return {"temperature": float(sent["temperature"]), "max_tokens": int(sent["max_tokens"]),
-                "thinking": isinstance(asked, dict) and asked.get("enable_thinking") is True}
+        return {"temperature": float(sent["temperature"]), "thinking": isinstance(asked, dict) and bool(
+            asked.get("enable_thinking")), "max_tokens": int(sent.get("max_completion_tokens", sent["max_tokens"]))}
 
     def check(self, max_tokens: int = Caps.message_tokens) -> None:
         """One small request with a tool, the cap on a message as in all. Raises SimulatorError, one line, where it gets

@@ -176,7 +176,7 @@ def training_of(model: str) -> dict:
     try:
         found = json.loads((folder.parent / "config.json").read_text())
         if folder.name == "sft":  # what a run of RL began from is of no arm
-            found |= {"method": "sft", "lam": 0.0, "control": "none"}
+            found |= {"method": "sft", "lam": 0.0, "control": "none", "steps": 0}
         return {name: found[name] for name in (
             "method", "lam", "control", "seed", "steps", "model", "env", "simulator")}
     except (OSError, ValueError, KeyError, TypeError):

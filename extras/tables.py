@@ -169,10 +169,15 @@ def gains(arms: dict[str, list[Results]], averages: dict[str, list[float]]) -> l
 # ----------------------------------------------------------------------------------------------------------- curves
 
 
-def curves(runs: list[str]) -> str:
-    """A line for each run, its pass@1 (mean over domains) at each evaluation and over the curve; then gains by seed."""
+def curves(runs: list[str], anyway: bool = False) -> str:
+    """A line for each run, its pass@1 (mean over domains) at each evaluation and over the curve; then gains by seed.
+
+    Raises ResultsError where runs differ in more than arm and seed, unless anyway.
+    """
     found = {folder: read_curve(Path(folder)) for folder in runs}
-    must_be_alike({folder: config for folder, (config, _) in found.items()})
+    differing = unlike({folder: config for folder, (config, _) in found.items()})
+    if differing and not anyway:
+        raise ResultsError(f"{differing[0]} (--anyway compares them, and says all that differs)")
     names = list(dict.fromkeys(name for _, curve in found.values() for name in curve))
     lines = [f"{'run':24}" + "".join(f"{name.removeprefix('RL '):>10}" for name in names) + f"{'mean':>8}"]
     arms: dict[str, dict[int, tuple[float, float]]] = {}
@@ -195,22 +200,23 @@ def curves(runs: list[str]) -> str:
                 told = ", ".join(f"{seed}: {gain:+.3f}" for seed, gain in zip(seeds, each, strict=True))
                 lines.append(f"{one} - {base}, {what}: {statistics.fmean(each):+.3f}, "
                              f"sample std {statistics.stdev(each):.3f}  (seed {told})")
-    return "\n".join(lines)
+    return "\n".join([*differing, *lines])
 
 
-OF_AN_ARM = {"seed", "out", "method", "lam", "control", *FREE}  # what may differ between two runs of one comparison
+# What may differ between runs that are compared: arm and seed, and what changes no weight (the number of steps does).
+OF_AN_ARM = {"method", "lam", "control", "seed", "out", *FREE} - {"steps"}
 
 
-def must_be_alike(configs: dict[str, dict]) -> None:
-    """Raises ResultsError where runs differ in more than arm and seed; those of one seed must begin from one model."""
-    first = next(iter(configs))
+def unlike(configs: dict[str, dict]) -> list[str]:
+    """What differs between runs but arm and seed, a line each; each seed may have begun from a model of its own."""
+    first, lines = next(iter(configs)), []
     for folder, config in configs.items():
         of_seed = next(name for name in configs if configs[name]["seed"] == config["seed"])
         for name in sorted((config.keys() | configs[first].keys()) - OF_AN_ARM):
             other = of_seed if name == "model" else first
-            if config.get(name) != configs[other].get(name):
-                raise ResultsError(f"{other} and {folder} differ in more than arm and seed: {name} is "
-                                   f"{configs[other].get(name)} | {config.get(name)}")
+            if (one := configs[other].get(name)) != (two := config.get(name)):
+                lines.append(f"{other} and {folder} differ in more than arm and seed: {name} {one} | {two}")
+    return lines
 
 
 def read_curve(folder: Path) -> tuple[dict, dict[str, float]]:

@@ -1,6 +1,7 @@
 """Results in the format of tau2's `Results`, a file a domain, which its viewer and its metrics read."""
 
 import json
+import math
 from collections.abc import Iterable
 from datetime import datetime
 
@@ -30,7 +31,8 @@ def tau2_results(results: Results, tasks: dict[str, Task], domain: str) -> dict:
             "user_info": {"implementation": "faca", "llm": run["simulator"], "llm_args": None,
                           "global_simulation_guidelines": None},
             "agent_info": {"implementation": "faca", "llm": run["model"],
-                           "llm_args": {"temperature": run["temperature"]}},
+                           "llm_args": {} if math.isnan(run["temperature"]) else {
+                               "temperature": run["temperature"]}},
             "environment_info": {"domain_name": official(domain), "policy": policy_of(records)},
             "seed": run["seed"]},
         "tasks": [tau2_task(task) for task in mine],

@@ -164,7 +164,7 @@ def test_extra_goes_over_what_we_would_send_and_a_null_leaves_it_out():
         groups(agent)
     told = {name: value for name, value in server.requests[0].items() if name not in ("messages", "tools", "model")}
     assert told == {"temperature": 0.5, "top_p": 1.0, "max_completion_tokens": 9, "top_k": -1}
-    assert agent.sampled(48) == {"temperature": 0.5, "max_tokens": 0, "thinking": False}
+    assert agent.sampled(48) == {"temperature": 0.5, "max_tokens": 9, "thinking": False}
     assert AgentEndpoint("deepseek-chat", "http://localhost/v1").extra == {"thinking": {"type": "disabled"}}
 
 
@@ -175,7 +175,8 @@ def test_what_is_told_of_sampling_is_what_is_sent():
     assert sampled("") == {"temperature": 1.0, "max_tokens": 48, "thinking": False}
     assert sampled('{"max_tokens": 9, "chat_template_kwargs": {"enable_thinking": true}}') == {
         "temperature": 1.0, "max_tokens": 9, "thinking": True}
-    assert math.isnan(sampled('{"temperature": null}')["temperature"])
+    found = sampled('{"temperature": null, "max_tokens": null}')
+    assert math.isnan(found["temperature"]) and found["max_tokens"] == 0
     for wrong in ('"hot"', "-1", "true"):
         with pytest.raises(EndpointError, match=f"--agent-extra has temperature {wrong}, which must be a number"):
             sampled(f'{{"temperature": {wrong}}}')

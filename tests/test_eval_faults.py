@@ -62,17 +62,18 @@ def test_two_runs_of_one_arm_and_seed_are_not_compared(tmp_path):
 def test_curves_are_of_runs_that_differ_in_arm_and_seed_alone(tmp_path):
     alike = {"method": "faca", "lam": 0.5, "control": "none", "seed": 0, "env": "d", "lr": 1.0, "model": "m",
              "steps": 3}
-    for name, change in {"a": {}, "b": {"method": "grpo", "lam": 0.0, "steps": 4}, "c": {"seed": 1, "model": "another"},
+    for name, change in {"a": {}, "b": {"method": "grpo", "lam": 0.0}, "c": {"seed": 1, "model": "another"},
                          "env": {"method": "grpo", "env": "e"}, "lr": {"seed": 1, "lr": 2.0},
-                         "model": {"method": "grpo", "model": "another"}}.items():
+                         "steps": {"seed": 1, "steps": 4}, "model": {"method": "grpo", "model": "another"}}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(alike | change))
         (tmp_path / name / "metrics.jsonl").write_text(
             json.dumps({"phase": "held_out", "at": "after RL", "pass@1/d": 0.5}) + "\n")
     assert "0.500" in curves([str(tmp_path / name) for name in "abc"])  # each seed from a model of its own
-    for name in ("env", "lr", "model"):
-        with pytest.raises(ResultsError, match=f"a and .*{name} differ in more than arm and seed: {name} is"):
+    for name in ("env", "lr", "steps", "model"):
+        with pytest.raises(ResultsError, match=f"a and .*{name} differ in more than arm and seed: {name} "):
             curves([str(tmp_path / "a"), str(tmp_path / name)])
+    assert "seed: lr 1.0 | 2.0\n" in curves([str(tmp_path / "a"), str(tmp_path / "lr")], anyway=True)
 
 
 def test_a_folder_with_a_model_is_not_taken_for_a_run(tmp_path):
