@@ -32,18 +32,17 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from tqdm import tqdm
 
 import faca
-from env import EnvError, Task, load_tasks
+from env import EnvError, Task
 from eval import STREAM, figures, longest_prompt, summary, table
-from extras.checkpoint import PolicyError, SaveError, load_sharded, note_of, origin_of, resume, save, save_export
+from extras.checkpoint import (PolicyError, SaveError, load_sharded, note_of, origin_of, resume, save, save_export,
+                               trained_on_complete)
 from extras.plan import flops_per_token, peak_flops, shape_from
 from extras.ranks import (Actors, Lasting, RunStopped, UsageError, all_gather, all_reduce, ask_first, light,
                           peak_memory, start_processes)
-from extras.run import Config, Run, parse_config, tasks_beside, tasks_of
+from extras.run import Config, Run, parse_config, tasks_of
 from extras.sft import DataError, load_dialogues, split
-from rollout import Chat, Rollout, credit_tensors, packed, padded, play_groups, stream_seed
+from rollout import Chat, Rollout, credit_tensors, packed, padded, stream_seed
 from sampler import PACKED, Sampler, kv_bytes_per_token, score
-
-EXPERT = -1  # stands for the step in the random streams of the expert's dialogues, as eval.STREAM's does in evaluation
 
 
 # ----------------------------------------------------------------------------------------------------- the trainer
@@ -79,6 +78,7 @@ class Trainer:
         self.refresh_sampler()
         self.actors = Actors(config, self.sampler, self.chat)
         self.trained_on = set(note_of(config.model).get("trained_on", ()))
+        self.trained_on_complete = trained_on_complete(config.model) and not config.data  # a file names no tasks
 
     def update(self, records: list[Rollout], lr: float, objective, updates: int = 1) -> dict[str, float]:
         """Optimizer steps on the rollouts of all ranks, each on all of them; every rank runs as many forward passes.
@@ -219,25 +219,12 @@ def negative_log_likelihood(logp_1T, old_logp_1T, advantage_1T, mask_1T, denomin
     return -logp_1T[mask_1T].sum() / denominator, stats
 
 
-def expert_dialogues(trainer: Trainer, run: Run) -> list[Rollout]:
-    """An expert's dialogues on the embedded domains, played by the same loop as rollouts are. [] after a stop."""
-    from extras.tiny import ExpertSampler
-    config = trainer.config
-    tasks = tasks_beside(load_tasks(config.env, "train"), "sft")
-    with run.bar(range(len(tasks) * config.sft_dialogues), "expert") as bar:
-        dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, EXPERT),
-                                   ExpertSampler(trainer.chat), trainer.chat, trainer.actors.caps,
-                                   done=lambda record, last: bar.update(last), halt=lambda: run.signalled)
-    trainer.trained_on |= {task.identity for task in tasks}
-    for record in dialogues:
-        record.advantage = [0.0] * len(record.strategies)
-    return dialogues
-
-
 def sft(trainer: Trainer, data: list[Rollout], run: Run) -> None:
     """Supervised fine-tuning: the loss is on the agent's tokens alone, tool calls and turn ends among them."""
     config = trainer.config
-    data = data or expert_dialogues(trainer, run)
+    if not data:
+        from extras.tiny import expert_dialogues
+        data = expert_dialogues(trainer, run)
     if run.stopped():
         return
     dialogues, validation = split(data, config.sft_validation, config.seed)
@@ -385,6 +372,7 @@ def run_all(config: Config) -> int:
                                       lambda rows: tqdm(rows, "rows", disable=trainer.rank > 0))
         split(data, config.sft_validation, config.seed)  # what it refuses is refused before there is a folder
     run = Run(config, origin_of(trainer.model, trainer.tokenizer, tasks + held_out, config.data))
+    trainer.actors.go_on(run.rows)
     done = run.note["phase"] if run.note else ""
     try:
         if counts and not done:

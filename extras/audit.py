@@ -399,7 +399,8 @@ def faults(reading: Reading) -> list[str]:
     for row in reading.rows:
         total.update({name: x for name, x in row.items() if isinstance(x, int)})
     if requests := total["simulator/requests"]:
-        models = sorted({m for row in reading.rows for m in str(row.get("simulator/model", "")).split(", ") if m})
+        models = sorted({m for row in reading.rows for key in ("simulator/model", "simulator/judge")
+                         for m in str(row.get(key, "")).split(", ") if m})
         lines += [f"void tries that were played again: {total['void_retried']:,}",
                   "replies asked for once more, blank or malformed (asked_again): "
                   f"{total['simulator/asked_again']:,} of {requests:,} requests",

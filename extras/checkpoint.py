@@ -44,6 +44,10 @@ class SaveError(OSError):
 WHOLE, SLICES, SLICE = 2**26, 64, 2**16  # bytes of a file that files_digest() reads whole; of a larger one: so many
 
 
+NOTED = {"preset", "caps", "temperature", "trained_on"}  # in every faca.json
+LATER = {"trained_on_complete", "phase", "step"}         # not in the oldest: what they would say is not known
+
+
 def note_of(model: str) -> dict:
     """faca.json of a checkpoint of ours (preset, caps, temperature, training tasks' ids); {} for any other model."""
     path = Path(model) / "faca.json"
@@ -51,11 +55,16 @@ def note_of(model: str) -> dict:
         return {}
     try:
         note = json.loads(path.read_text())
-        if set(note) == {"preset", "caps", "temperature", "trained_on"} and Caps(**note["caps"]):
+        if NOTED <= set(note) <= NOTED | LATER and Caps(**note["caps"]):
             return note
     except (OSError, ValueError, TypeError):
         pass
     raise PolicyError(f"{path} is damaged, or from another version; without it the folder is read as any other model")
+
+
+def trained_on_complete(model: str) -> bool:
+    """Whether `trained_on` names all tasks that a model was trained on; the fresh tiny one was trained on none."""
+    return model == "tiny" or note_of(model).get("trained_on_complete") is True
 
 
 def preset_of(model: str) -> str:
@@ -244,7 +253,7 @@ def materialise(model, device: torch.device):
 
 
 def save_policy(path: Path, model, tokenizer, end_ids, note: dict) -> None:
-    """A Hugging Face folder, whole or not there. `note` becomes faca.json: preset, caps, the training tasks' ids."""
+    """A Hugging Face folder, whole or not there. `note` becomes faca.json, see export()."""
     part = path.with_name(path.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     model.generation_config.update(do_sample=True, temperature=note["temperature"], top_p=1.0, top_k=0,
@@ -320,10 +329,11 @@ def load_state(path: Path, model, optimizer) -> None:
 
 
 def export(trainer, path: Path) -> None:
-    """The weights as sampled, in a Hugging Face folder that knows what they were trained on. On rank 0."""
-    config = trainer.config
+    """The weights as sampled, in a Hugging Face folder that knows what they were trained on, and how far. On rank 0."""
+    config, (phase, step) = trainer.config, trainer.at
     save_policy(path, trainer.sampler.model, trainer.tokenizer, trainer.chat.end_ids, {
         "preset": preset_of(config.model), "trained_on": sorted(trainer.trained_on),
+        "trained_on_complete": trainer.trained_on_complete, "phase": phase, "step": step,
         "caps": asdict(trainer.actors.caps), "temperature": config.temperature})
 
 
@@ -340,7 +350,7 @@ def save_export(trainer, path: Path) -> None:
         raise SaveError(refusal[0])
 
 
-NOTE = {"phase", "step", "rows", "trained_on", "bad_steps", "origin"}
+NOTE = {"phase", "step", "rows", "trained_on", "trained_on_complete", "bad_steps", "origin"}
 
 
 def save(trainer, run) -> None:
@@ -349,7 +359,7 @@ def save(trainer, run) -> None:
         return
     phase, step = trainer.at
     note = {"phase": phase, "step": step, "rows": len(run.rows), "trained_on": sorted(trainer.trained_on),
-            "bad_steps": trainer.bad_steps, "origin": run.origin}
+            "trained_on_complete": trainer.trained_on_complete, "bad_steps": trainer.bad_steps, "origin": run.origin}
     save_state(run.path / "checkpoints" / f"{phase}-{step:06}", trainer.model, trainer.optimizer, note,
                lambda path: (export(trainer, path), *map(flush, run.path.glob("*.json*"))))  # its rows are there, too
     trainer.saved = trainer.at
@@ -362,6 +372,7 @@ def resume(trainer, note: dict) -> None:
     """Back to where the checkpoint of that note was made. Collective."""
     load_state(Path(note["path"]), trainer.model, trainer.optimizer)
     trainer.trained_on, trainer.bad_steps = set(note["trained_on"]), note["bad_steps"]
+    trainer.trained_on_complete = note.get("trained_on_complete", False)
     trainer.at = trainer.saved = note["phase"], note["step"]
 
 
@@ -387,7 +398,7 @@ def newest_note(run: Path) -> dict | None:
     for path in checkpoints(run)[::-1]:
         try:
             note = json.loads((path / "note.json").read_text())
-            if not isinstance(note, dict) or note.keys() != NOTE:
+            if not isinstance(note, dict) or note.keys() | {"trained_on_complete"} != NOTE:  # older ones are without
                 raise ValueError("note.json is not of this version")
         except (OSError, ValueError) as error:
             raise damaged(path, error) from None

@@ -93,7 +93,7 @@ class Endpoint:
         self.model, self.url, self.concurrency, self.timeout = model, url, concurrency, timeout
         self.judge = judge or model
         self.tally: Counter = Counter()
-        self.answered: dict[str, str] = {}  # model asked for -> model that last answered
+        self.answered: dict[str, str] = {}  # model asked for -> that last answered; before a resume, of all ranks
         self.client, self.retries = None, RETRIES
 
     async def __aenter__(self):
@@ -171,9 +171,9 @@ class Endpoint:
             used = getattr(usage, name, 0)
             self.tally[name] += used if isinstance(used, int) else 0
         now = str(getattr(answer, "model", None) or "unnamed")
-        before = self.answered.setdefault(model, now)
-        if now != before:
-            self.answered[model] = now
+        before = self.answered.get(model, now)
+        self.answered[model] = now
+        if now != before and now not in before.split(", "):
             self.tally["model_changes"] += 1
             tqdm.write(f"WARNING: for {model} now {now} answers, no longer {before}: the {self.who} has changed in the"
                        " run", file=sys.stderr)

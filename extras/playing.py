@@ -21,7 +21,7 @@ import torch.distributed as dist
 from env import Task, digest, load_tasks, make_env
 from eval import STREAM, longest_prompt, show
 from extras.agent import AgentEndpoint
-from extras.checkpoint import load_policy, note_of, preset_of
+from extras.checkpoint import load_policy, note_of, preset_of, trained_on_complete
 from extras.endpoint import endpoint_of
 from extras.ranks import all_gather, on_first, start_processes
 from extras.replay import reason_of
@@ -125,7 +125,7 @@ def agent_of(options: argparse.Namespace, tasks: list[Task], ranks: int) -> tupl
         on_first(lambda: agent.check(caps.message_tokens))
         return agent, None, replace(caps, message_tokens=sampled.pop("max_tokens")), {
             "agent_url": options.agent_url, "agent_extra": options.agent_extra, "weights": "",
-            "trained_on": ()} | sampled
+            "trained_on": (), "seen_known": False} | sampled
     sampler, chat, caps, note = load_sampler(options.model, given, options.kv_gib, options.temperature,
                                              options.thinking)
     longest = longest_prompt(tasks, chat)
@@ -137,7 +137,8 @@ def agent_of(options: argparse.Namespace, tasks: list[Task], ranks: int) -> tupl
         print(f"note: {options.model} has no faca.json: caps are the paper's")
     return sampler, chat, caps, {
         "agent_url": "", "agent_extra": "", "weights": weights_digest(sampler.model),
-        "temperature": sampler.temperature, "thinking": options.thinking, "trained_on": note.get("trained_on", ())}
+        "temperature": sampler.temperature, "thinking": options.thinking, "trained_on": note.get("trained_on", ()),
+        "seen_known": trained_on_complete(options.model)}
 
 
 def load_sampler(name: str, given: dict, kv_gib: float | None = None, temperature: float | None = None,
@@ -171,14 +172,18 @@ def weights_digest(model: torch.nn.Module) -> str:
 
 
 def training_of(model: str) -> dict:
-    """Which run made a model: its options as they stand in config.json beside the model's folder; {} if none does."""
+    """Which run made a model: its options as they stand in config.json beside the model's folder; {} if none does.
+    `steps` are those that its weights have, of `of` in all: a run that was stopped leaves a model, too."""
     folder = Path(model).resolve()
     try:
         found = json.loads((folder.parent / "config.json").read_text())
+        found["of"], note = found["steps"], note_of(model)
+        if note.get("phase") == "rl":
+            found["steps"] = note["step"]
         if folder.name == "sft":  # what a run of RL began from is of no arm
-            found |= {"method": "sft", "lam": 0.0, "control": "none", "steps": 0}
+            found |= {"method": "sft", "lam": 0.0, "control": "none", "steps": 0, "of": 0}
         return {name: found[name] for name in (
-            "method", "lam", "control", "seed", "steps", "model", "env", "simulator")}
+            "method", "lam", "control", "seed", "steps", "of", "model", "env", "simulator")}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 
@@ -198,7 +203,7 @@ def describe(options: argparse.Namespace, tasks: list[Task], agent: dict, caps: 
     """run.json: all that a result depends on. A task's `nothing` is the reward of an agent that never acts."""
     seen = set(agent.pop("trained_on"))
     return {
-        "made": made(), "seen_known": bool(seen), "model": options.model, "env": options.env,
+        "made": made(), "model": options.model, "env": options.env,
         "training": {} if options.agent_url else training_of(options.model),
         "tasks": {task.id: {"domain": task.domain, "digest": digest(task), "seen": task.identity in seen,
                             "nothing": make_env(task).reward([], held=False), "strata": strata_of(task)}

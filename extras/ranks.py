@@ -144,6 +144,15 @@ class Actors:
                          config.max_dialogue_steps)
         domains = {task.domain for task in load_tasks(config.env, "train")} if config.plays else set()
         self.endpoint = endpoint_of(config, domains, self.world) if config.plays else None
+        self.keys = {self.endpoint.judge: "simulator/judge",  # of the metrics, by the model that is asked
+                     self.endpoint.model: "simulator/model"} if self.endpoint else {}
+
+    def go_on(self, rows: list[dict]) -> None:
+        """Where a run resumes, whoever had answered by its last row: another one that answers now is a change."""
+        last = next((row for row in reversed(rows) if "simulator/model" in row), {})
+        for model, key in self.keys.items():
+            if last.get(key):
+                self.endpoint.answered[model] = last[key]
 
     def roll_out(self, tasks: list[Task], rollouts: int, key: tuple[int, int], run, name: str, official=False):
         """This rank's share of the tasks, a group each, and the void tries made again; none after a stop. Collective.
@@ -178,10 +187,11 @@ class Actors:
         """What the user's endpoint was asked since the last call, over all ranks. Collective."""
         if not self.endpoint:
             return {}
-        shares = all_gather((self.endpoint.take(), sorted(set(self.endpoint.answered.values()))))
-        models = sorted({model for _, answered in shares for model in answered})
+        shares = all_gather((self.endpoint.take(), self.endpoint.answered))
+        found = {key: sorted({answered[model] for _, answered in shares if model in answered})
+                 for model, key in self.keys.items()}
         return {f"simulator/{name}": sum(tally[name] for tally, _ in shares) for name in shares[0][0]} | {
-            "simulator/model": ", ".join(models)}
+            key: ", ".join(models) for key, models in found.items() if models}
 
     def stop_at_voids(self, counts: dict, records: list[Rollout], where: str) -> None:
         """Stops a run whose users or worlds fail too often to be trained or judged on. Collective."""

@@ -50,6 +50,13 @@ class Results:
     def expected(self) -> int:
         return len(self.run["tasks"]) * self.run["trials"]
 
+    @property
+    def unfinished(self) -> str:
+        """Where the model is not that of its run's end; "" where it is, or where that is not known."""
+        made_by = self.run["training"]
+        steps, of = made_by.get("steps", 0), made_by.get("of", 0)
+        return f"step {steps} of {of}" if made_by.get("method") != "sft" and steps < of else ""
+
     def among(self, *, domain: str = "", stratum: str = "", unseen: bool = False) -> "Results":
         """Those of some tasks alone, the expected ones as well as the results."""
         tasks = {i: t for i, t in self.run["tasks"].items()

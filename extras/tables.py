@@ -75,7 +75,8 @@ def seed_table(patterns: list[str], form: str = "text", paper: int = 2, unseen: 
              spread(line.average, 2), spread(line.papers, 2)] for line in lines]
     notes = [f"±: sample standard deviation over seeds; mean of {len(common)}: over what all arms here have, "
              + ", ".join(common), *(f"missing: {folder} {n} of {expected}; they count as not solved"
-                                    for folder, n, expected in missing)]
+                                    for folder, n, expected in missing),
+             *(f"unfinished: the model of {r.folder} is of {r.unfinished}" for r in every if r.unfinished)]
     return "\n".join([*unlike, *[""] * bool(unlike), grid([head, *rows], form), "", *notes, *(
         f"{name}: {spread(list(each.values()), 2, '+')}"
         + "  (" + ", ".join(f"{key}: {gain:+.2f}" for key, gain in each.items()) + ")" if each else

@@ -21,9 +21,12 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from env import load_tasks
 from extras.mini import DOMAINS, Retail, Telecom
-from rollout import Caps, Chat, play_groups
+from extras.run import tasks_beside
+from rollout import Caps, Chat, Rollout, play_groups
 
+EXPERT = -1  # stands for the step in the random streams of the expert's dialogues, as eval.STREAM's does in evaluation
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 WORDS = r" ?[A-Za-z_]+|[0-9]|\n|[^A-Za-z0-9_\s]+(?: [^A-Za-z0-9_\s]+)*|\s"  # punctuation may hold a space: ": {"
@@ -138,6 +141,20 @@ class ExpertSampler:
         answer = expert(turns[1:-1], random.Random(f"{seed}/{len(ids)}"))
         tokens = self.chat.tokenizer.encode(answer, add_special_tokens=False) + [self.chat.turn_end]
         return ExpertSample(tokens, [0.0] * len(tokens))
+
+
+def expert_dialogues(trainer, run) -> list[Rollout]:
+    """An expert's dialogues on the embedded domains, played by the same loop as rollouts are. [] after a stop."""
+    config = trainer.config
+    tasks = tasks_beside(load_tasks(config.env, "train"), "sft")
+    with run.bar(range(len(tasks) * config.sft_dialogues), "expert") as bar:
+        dialogues, _ = play_groups(list(enumerate(tasks)), config.sft_dialogues, (config.seed, EXPERT),
+                                   ExpertSampler(trainer.chat), trainer.chat, trainer.actors.caps,
+                                   done=lambda record, last: bar.update(last), halt=lambda: run.signalled)
+    trainer.trained_on |= {task.identity for task in tasks}
+    for record in dialogues:
+        record.advantage = [0.0] * len(record.strategies)
+    return dialogues
 
 
 def slip(name: str, rng: random.Random) -> str:

@@ -651,6 +651,22 @@ def trained(tmp_path_factory):
         return out, run("train.py", *SMALL, *SFT, "--simulator-url", server.url, "--out", out), server
 
 
+def test_another_model_that_answers_after_a_resume_is_told_and_counted(trained, tmp_path):
+    def renamed(request, n):
+        answer = by_rule(request, n)
+        answer = answer if isinstance(answer, Answer) else Answer(answer)
+        answer.model = "user-2"
+        return answer
+
+    shutil.copytree(trained[0], tmp_path / "again")
+    with FakeUser(renamed) as server:
+        done = run("train.py", "--resume", tmp_path / "again", "--steps", 3, "--simulator-url", server.url)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("WARNING: for user-1 now user-2 answers, no longer user-1") == 1
+    rows = [json.loads(line) for line in (tmp_path / "again" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["simulator/model_changes"] for row in rows if row.get("step") == 2] == [1]
+
+
 def test_training_with_a_model_for_its_user_logs_what_was_asked_of_it(trained):
     out, done, server = trained
     assert done.returncode == 0, done.stderr

@@ -506,6 +506,17 @@ def test_what_rl_began_from_is_of_no_arm_and_a_name_at_an_endpoint_of_no_run(tmp
     assert load_results(tmp_path / "r").run["training"] == {}
 
 
+def test_the_model_of_a_run_that_was_stopped_is_named_as_such(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, steps in (("x/1", 17), ("x/2", 60)):
+        run = json.loads((folder_of(tmp_path / name, [[1, 0]]) / "run.json").read_text())
+        (tmp_path / name / "run.json").write_text(json.dumps(run | {"training": {
+            "method": "faca", "seed": steps, "steps": steps, "of": 60}}))
+    assert "the model is of step 17 of 60 of its run" in E.show(load_results("x/1"))
+    assert "of its run" not in E.show(load_results("x/2"))
+    assert "unfinished: the model of x/1 is of step 17 of 60" in (text := seed_table(["x/*"])) and "x/2 is" not in text
+
+
 def test_results_that_were_decoded_otherwise_are_not_paired(tmp_path):
     a, b, c = (load_results(folder_of(tmp_path / name, [[1, 1], [1, 0]])) for name in "abc")
     b.run["temperature"], c.run["thinking"] = 0.0, True

@@ -484,6 +484,7 @@ def taught(dialogues, models, tmp_path_factory):
 def test_sft_on_a_file_trains_an_untied_model_and_validates_on_what_is_held_out(taught, dialogues):
     """One validation dialogue for both ranks: its loss by hand, under the saved weights."""
     folder, given = taught
+    assert json.loads((folder / "model" / "faca.json").read_text())["trained_on_complete"] is False  # a file names none
     before, after = (load_file(path / "model.safetensors") for path in (given, folder / "model"))
     assert before.keys() == after.keys() >= {"lm_head.weight", "model.embed_tokens.weight"}
     assert all(not torch.equal(before[key], after[key]) for key in before)

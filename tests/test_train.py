@@ -22,6 +22,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import faca
 import train
 from env import load_tasks, make_env
+from extras.checkpoint import trained_on_complete
+from extras.playing import training_of
 from extras.show import load_rollouts
 from extras.tables import curves
 
@@ -169,6 +171,22 @@ def test_rl_from_a_model_that_nothing_calls_an_sft_checkpoint_is_warned_about(fo
     dist.destroy_process_group()
 
 
+def test_what_a_model_was_trained_on_is_known_only_where_all_of_it_was_noted(folder, tmp_path):
+    assert trained_on_complete("tiny") and trained_on_complete(folder[0] / "model")
+    shutil.copytree(folder[0] / "sft", tmp_path / "old")
+    note = json.loads((tmp_path / "old" / "faca.json").read_text())
+    (tmp_path / "old" / "faca.json").write_text(json.dumps(
+        {name: note[name] for name in ("preset", "caps", "temperature", "trained_on")}))  # as before it was noted
+    assert not trained_on_complete(tmp_path / "old")
+    (tmp_path / "old" / "faca.json").unlink()
+    assert not trained_on_complete(tmp_path / "old")
+    done = run("train.py", *SMALL, "--model", tmp_path / "old", "--simulator", "scripted", "--steps", 1, "--out",
+               tmp_path / "rl")
+    assert done.returncode == 0, done.stderr
+    note = json.loads((tmp_path / "rl" / "model" / "faca.json").read_text())
+    assert note["trained_on"] and note["trained_on_complete"] is False  # RL's tasks, and whatever came before
+
+
 def test_attention_that_is_not_supported_is_one_line(folder, tmp_path, monkeypatch, capsys):
     shutil.copytree(folder[0] / "sft", tmp_path / "windowed")
     path = tmp_path / "windowed" / "config.json"
@@ -195,6 +213,9 @@ def test_a_run_leaves_options_metrics_rollouts_and_a_model_that_plain_transforme
     note = json.loads((out / "model" / "faca.json").read_text())
     trained = {r.task for step in range(2) for r in load_rollouts(out / f"rollouts/step-0000{step}.jsonl")}
     assert trained <= set(note["trained_on"]) and not any("/test/" in task for task in note["trained_on"])
+    assert (note["phase"], note["step"], note["trained_on_complete"]) == ("rl", 2, True)
+    note = json.loads((out / "sft" / "faca.json").read_text())
+    assert (note["phase"], note["step"], note["trained_on_complete"]) == ("sft", 2, True)
 
 
 def test_every_metric_of_a_run_is_in_the_readmes_glossary(folder):
@@ -267,6 +288,9 @@ def test_ctrl_c_ends_a_run_with_what_is_done_saved(tmp_path):
     assert process.returncode == 130 and "Traceback" not in stderr
     assert (tmp_path / "cut" / "model" / "model.safetensors").exists() and "stopped early" in stdout
     assert len(rows(tmp_path / "cut", "rl")) == len(list((tmp_path / "cut" / "rollouts").iterdir()))
+    made_by = training_of(tmp_path / "cut" / "model")
+    assert (made_by["steps"], made_by["of"]) == (len(rows(tmp_path / "cut", "rl")), 500)  # what its weights have
+    assert training_of(tmp_path / "cut" / "sft")["method"] == "sft"
 
 
 def test_eval_counts_the_checkpoint_on_seen_and_unseen_tasks(folder, tmp_path):
