@@ -97,8 +97,8 @@ def run(argv: list[str], words: list[str], dies=None, largest_file: int = 0, hel
     dies: see kill_before. largest_file: in bytes, past which a write fails as on a full disk.
     """
     tiny.domain_words = lambda: words
-    beside, few = train.tasks_beside, {"test": held_out, "sft": 12}
-    train.tasks_beside = extras.run.tasks_beside = lambda tasks, split: beside(tasks, split)[:few[split]]
+    beside, few = extras.run.tasks_beside, {"test": held_out, "sft": 12}
+    tiny.tasks_beside = extras.run.tasks_beside = lambda tasks, split: beside(tasks, split)[:few[split]]
     if largest_file:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))

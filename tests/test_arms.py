@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import extras.run
 import train
 from extras import arms
 from extras.checkpoint import save_policy
@@ -39,10 +40,10 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def folder(model, tmp_path_factory):
     """A run of one step, evaluated on two tasks."""
-    out, asked = tmp_path_factory.mktemp("run") / "one", train.tasks_beside
+    out, asked = tmp_path_factory.mktemp("run") / "one", extras.run.tasks_beside
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as exit_:
-        patch.setattr(train, "tasks_beside", lambda tasks, split: asked(tasks, split)[:2])
+        patch.setattr(extras.run, "tasks_beside", lambda tasks, split: asked(tasks, split)[:2])
         patch.setattr(sys, "argv", ["train.py", "--model", str(model), *"""--env mini:retail --steps 1 --prompts 2
             --rollouts 4 --max-messages 3 --max-message-tokens 12 --eval-trials 1 --out""".split(), str(out)])
         train.main()
