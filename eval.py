@@ -174,7 +174,7 @@ def show(results: Results) -> str:
     lines = [f"{run['model']} with {users or 'nobody'} as user, {heat}" + ", thinking" * run["thinking"]
              + f", {run['agent_extra']}" * bool(run["agent_extra"]) + f"; {results.folder}"]
     lines += [f"the model is of {results.unfinished} of its run"] * bool(results.unfinished)
-    scopes = {"": results} | ({" unseen": unseen} if 0 < new < tasks else {})
+    scopes = {"": results} | ({" unseen": unseen} if run["seen_known"] and 0 < new < tasks else {})
     for title, some in scopes.items():
         lines += ["", score_table(some, f"all {tasks} tasks" if not title else f"the {new} unseen tasks")]
     if len(scopes) == 1:

@@ -47,7 +47,7 @@ from tqdm import tqdm  # noqa: E402  after the path
 
 from eval import wilson  # noqa: E402
 from extras.agent import AgentEndpoint  # noqa: E402
-from extras.checkpoint import PolicyError, files_digest, note_of  # noqa: E402
+from extras.checkpoint import PolicyError, files_digest, note_of, trained_on_complete  # noqa: E402
 from extras.endpoint import Endpoint, EndpointError, on_loopback  # noqa: E402
 from extras.playing import made, now, occupy, training_of, weights_digest  # noqa: E402
 from extras.pare_process import (  # noqa: E402
@@ -113,7 +113,8 @@ def describe(options: argparse.Namespace, bench: dict, agent: dict) -> dict:
     caps = {"seconds": options.timeout, "concurrency": options.concurrency}
     caps |= {"first": options.limit} if options.limit else {}
     return {
-        "made": made() | bench["versions"], "seen_known": bool(seen), "model": options.model, "env": domain,
+        "made": made() | bench["versions"], "model": options.model, "env": domain,
+        "seen_known": local and trained_on_complete(options.model),
         "training": training_of(options.model) if local else {},
         "tasks": {i: {"domain": domain, "digest": version, "seen": i in seen, "nothing": math.nan, "strata": []}
                   for i in bench["scenarios"][:options.limit]},

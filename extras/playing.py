@@ -177,13 +177,14 @@ def training_of(model: str) -> dict:
     folder = Path(model).resolve()
     try:
         found = json.loads((folder.parent / "config.json").read_text())
-        found["of"], note = found["steps"], note_of(model)
-        if note.get("phase") == "rl":
-            found["steps"] = note["step"]
+        names, note = ("method", "lam", "control", "seed", "model", "env", "simulator"), note_of(model)
+        if "phase" in note:  # else, in an old one, how far it was trained is not known
+            names += ("steps", "of")
+            found["of"] = found["steps"]
+            found["steps"] = note["step"] if note["phase"] == "rl" else found["steps"]
         if folder.name == "sft":  # what a run of RL began from is of no arm
             found |= {"method": "sft", "lam": 0.0, "control": "none", "steps": 0, "of": 0}
-        return {name: found[name] for name in (
-            "method", "lam", "control", "seed", "steps", "of", "model", "env", "simulator")}
+        return {name: found[name] for name in names}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

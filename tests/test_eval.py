@@ -76,7 +76,7 @@ def test_pass_hat_and_pass_at_are_the_shares_of_all_subsets_of_trials(rewards):
 
 
 def test_a_missing_dialogue_stays_in_every_denominator(tmp_path):
-    results = load_results(folder_of(tmp_path / "a", [[1, 0], [1, 1]], void=[(0, 1)]))
+    results = load_results(folder_of(tmp_path / "a", [[1, 0], [1, 1]], void=[(0, 1)], seed=0))
     s = E.score(results)
     assert (s["pass@1"], s["missing"], s["dialogues"]) == (0.75, 1, 4)
     assert re.search(r"^missing +1 +0 +100.0%$", E.show(results), re.MULTILINE)
@@ -504,6 +504,13 @@ def test_what_rl_began_from_is_of_no_arm_and_a_name_at_an_endpoint_of_no_run(tmp
     with FakeUser(by_expert) as server:
         assert main(monkeypatch, *command(server, tmp_path / "r", "--env", "mini:retail")) == 0
     assert load_results(tmp_path / "r").run["training"] == {}
+
+
+def test_no_task_is_called_unseen_where_only_a_part_of_the_training_tasks_is_known(tmp_path):
+    part, whole = (E.show(load_results(folder_of(tmp_path / name, [[1, 0], [1, 1]], seed=seed)))
+                   for name, seed in (("part", None), ("whole", 0)))  # of both, task 0 is known to be trained on
+    assert "it is not known which tasks this model was trained on" in part and "unseen tasks" not in part
+    assert "the 1 unseen tasks" in whole and "not known" not in whole
 
 
 def test_the_model_of_a_run_that_was_stopped_is_named_as_such(tmp_path, monkeypatch):

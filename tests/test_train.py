@@ -291,6 +291,10 @@ def test_ctrl_c_ends_a_run_with_what_is_done_saved(tmp_path):
     made_by = training_of(tmp_path / "cut" / "model")
     assert (made_by["steps"], made_by["of"]) == (len(rows(tmp_path / "cut", "rl")), 500)  # what its weights have
     assert training_of(tmp_path / "cut" / "sft")["method"] == "sft"
+    note = json.loads((tmp_path / "cut" / "model" / "faca.json").read_text())
+    old = {name: note[name] for name in ("preset", "caps", "temperature", "trained_on")}
+    (tmp_path / "cut" / "model" / "faca.json").write_text(json.dumps(old))  # as before it had a step
+    assert (made_by := training_of(tmp_path / "cut" / "model"))["method"] == "faca" and "steps" not in made_by
 
 
 def test_eval_counts_the_checkpoint_on_seen_and_unseen_tasks(folder, tmp_path):
